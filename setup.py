@@ -1,0 +1,28 @@
+"""Package metadata, read from `settings.ini`: the one place where it is written down."""
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import setup
+
+parser = ConfigParser(delimiters=["="], interpolation=None)
+parser.read("settings.ini", encoding="utf-8")
+settings = parser["DEFAULT"]
+package = settings["lib_name"]
+
+setup(
+    name=package,
+    version=settings["version"],
+    description=settings["description"],
+    long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    author=settings["author"],
+    license=settings["license"].upper(),
+    keywords=settings["keywords"],
+    python_requires=">=" + settings["min_python"],
+    packages=[package],
+    package_data={package: ["py.typed", "configs/*.json"]},
+    install_requires=settings["requirements"].split(),
+    extras_require={"dev": settings["dev_requirements"].split()},
+    entry_points={"console_scripts": settings["console_scripts"].split()},
+    zip_safe=False,
+)
