@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'CHUNK_BYTES', 'SMALL_BYTES', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH',
-           'MAX_DIMENSIONS', 'DTYPES', 'DTYPE_NAMES', 'Path_', 'UnknownSchemaError', 'CheckpointCorruptError',
-           'MalformedTree', 'encode_tree', 'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'Manifest', 'Encoding',
-           'encode', 'state_digest', 'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'Difference', 'diff',
+           'MAX_DIMENSIONS', 'DTYPES', 'DTYPE_NAMES', 'UnknownSchemaError', 'CheckpointCorruptError', 'MalformedTree',
+           'encode_tree', 'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'Manifest', 'Encoding', 'encode',
+           'state_digest', 'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'Difference', 'diff',
            'ulp_distance', 'compare_tensors']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-002
@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import struct
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,9 @@ from fault_tolerant_transformer_lab.contract import (
     Segment,
     Snapshot,
     format_path,
+    tensor_key,
 )
+from .contract import Path as TreePath
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 SCHEMA_VERSION = 1
@@ -82,13 +85,12 @@ class MalformedTree(ValueError):
 
 _SAFE_INT = 1 << 53
 _CONTAINERS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
-Path_ = tuple[str | int, ...]
 
 
 def encode_tree(
     node: Any,  # a state tree: None, bool, int, float, str, bytes, list, tuple, dict, tensors
-    reference: Callable[[Path_, torch.Tensor], str],  # names a tensor met on the way
-    path: Path_ = (),  # where `node` stands in the whole tree
+    reference: Callable[[TreePath, torch.Tensor], str],  # names a tensor met on the way
+    path: TreePath = (),  # where `node` stands in the whole tree
 ) -> Any:  # JSON data: objects, lists, strings, numbers
     """Turn a state tree into JSON data that keeps every type and every bit."""
     kind = type(node)
@@ -112,14 +114,14 @@ def encode_tree(
     raise ContractError(f"{format_path(path)} is a {kind.__name__}: a checkpoint holds plain values and tensors only")
 
 
-def _encode_mapping(node: dict, reference: Callable[[Path_, torch.Tensor], str], path: Path_) -> Any:
+def _encode_mapping(node: dict, reference: Callable[[TreePath, torch.Tensor], str], path: TreePath) -> Any:
     """Write a plain str-keyed dict as an object, any other mapping as tagged pairs."""
     bad = next((key for key in node if type(key) not in (str, int)), None)
     if bad is not None:
         raise ContractError(f"{format_path(path)} has the key {bad!r}: keys are str or int")
     pairs = [(key, encode_tree(child, reference, (*path, key))) for key, child in node.items()]
-    if type(node) is dict and all(type(key) is str and not key.startswith("$") for key in node):
-        return dict(pairs)
+    if all(type(key) is str and not key.startswith("$") for key in node):
+        return dict(pairs) if type(node) is dict else {_CONTAINERS[type(node)]: dict(pairs)}
     return {_CONTAINERS[type(node)]: [[encode_tree(key, reference), child] for key, child in pairs]}
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-006
@@ -144,17 +146,17 @@ def decode_tree(
     if tag == "$tuple" and type(value) is list:
         return tuple(decode_tree(child, resolve, depth + 1) for child in value)
     for mapping, name in _CONTAINERS.items():
-        if tag == name and type(value) is list:
+        if tag == name and type(value) in (list, dict):
             return _decode_mapping(mapping, value, resolve, depth)
     if type(value) is str:
         return _decode_leaf(tag, value, resolve)
     raise MalformedTree(f"unknown tag {tag[:40]!r}")
 
 
-def _decode_mapping(mapping: type, pairs: list, resolve: Callable[[str], Any], depth: int) -> Any:
-    """Build a mapping from tagged pairs, refusing a key that is neither str nor int or that comes twice."""
+def _decode_mapping(mapping: type, items: list | dict, resolve: Callable[[str], Any], depth: int) -> Any:
+    """Build a mapping from an object or from pairs, refusing a key that is neither str nor int or that comes twice."""
     result = mapping()
-    for pair in pairs:
+    for pair in map(list, items.items()) if type(items) is dict else items:
         if type(pair) is not list or len(pair) != 2:
             raise MalformedTree("a mapping's item is not a pair")
         key = decode_tree(pair[0], resolve, depth + 1) if type(pair[0]) in (str, int, dict) else None
@@ -238,6 +240,12 @@ def _digest_of_state(step: int, tokens_seen: int | None, tree: Any) -> str:
     return hasher.hexdigest()
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-008
+def _require_little_endian() -> None:
+    """Refuse a machine whose memory holds bytes in the other order than the file format."""
+    if sys.byteorder != "little":
+        raise CheckpointError("a safetensors file is little-endian and this machine is not: use another machine")
+
+
 def byte_view(
     tensor: torch.Tensor,  # any tensor
 ) -> memoryview | None:  # its bytes in row-major order, sharing its memory; None where they do not lie so
@@ -246,7 +254,7 @@ def byte_view(
         return None
     if not tensor.numel():
         return memoryview(bytearray())
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pieces(
@@ -288,14 +296,6 @@ class _Slot:
         return self.tensor.numel() * self.tensor.itemsize
 
 
-def _same_memory(tensor: torch.Tensor) -> tuple:
-    """Key that is equal for tied tensors: the same elements of the same storage seen in the same way."""
-    if not tensor.numel():
-        return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(),
-            tensor.is_neg())
-
-
 class _Names:
     """Gives each distinct tensor of a tree one name: its dotted path, with a number where two paths collide."""
 
@@ -304,7 +304,7 @@ class _Names:
         self._by_memory: dict[tuple, str] = {}
         self._uses: Counter[str] = Counter({"__metadata__": 1})
 
-    def __call__(self, path: Path_, tensor: torch.Tensor) -> str:
+    def __call__(self, path: TreePath, tensor: torch.Tensor) -> str:
         """Return the tensor's name, the first one's where tensors are tied; refuse what safetensors cannot hold."""
         if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
             raise ContractError(
@@ -312,7 +312,7 @@ class _Names:
                 f"holds dense tensors of {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}; convert it")
         if tensor.dim() > MAX_DIMENSIONS:
             raise ContractError(f"{format_path(path)} has {tensor.dim()} dimensions, at most {MAX_DIMENSIONS} fit")
-        key = _same_memory(tensor)
+        key = tensor_key(tensor)
         if key not in self._by_memory:
             name = base = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
             while name in self._uses:
@@ -454,13 +454,13 @@ class _Staging:
         with torch.no_grad():
             _typed(half, self.fill, piece).copy_(piece.detach())
         n_bytes = piece.numel() * piece.itemsize
-        self.parts.append((name, memoryview(half.numpy())[self.fill:self.fill + n_bytes], last))
+        self.parts.append((name, half.numpy().data[self.fill:self.fill + n_bytes], last))
         self.fill += n_bytes
 
     def flush(self, digests: _Digests) -> Iterator[tuple[int, memoryview]]:
         """Give out what is gathered as one chunk, and turn to the other half."""
         if self.parts:
-            view = memoryview(self._halves[self._current].numpy())[:self.fill]
+            view = self._halves[self._current].numpy().data[:self.fill]
             self._busy[self._current] = digests.submit(self.parts)
             self.parts = []
             self._current = 1 - self._current
@@ -476,6 +476,7 @@ class Encoding:
         self,
         snapshot: Snapshot,  # what to encode; its tensors are read, never copied as a whole
     ):
+        _require_little_endian()
         names = _Names()
         self._snapshot = snapshot
         self._plain_tree = encode_tree(dict(snapshot.tree), names)
@@ -489,7 +490,7 @@ class Encoding:
     @staticmethod
     def _describe(snapshot: Snapshot) -> dict[str, Any]:
         """Encode the plain data beside the tree."""
-        def no_tensor(path: Path_, tensor: torch.Tensor) -> str:
+        def no_tensor(path: TreePath, tensor: torch.Tensor) -> str:
             raise ContractError(f"{format_path(path)} is a tensor: configuration, identity and environment are plain")
         fields = {"config": snapshot.description, "identity": snapshot.identity, "environment": snapshot.environment,
                   "lineage": [segment.to_plain() for segment in snapshot.lineage]}
@@ -578,6 +579,7 @@ class _File:
     """An open regular file that is only read: each read is exact, or a `CheckpointCorruptError`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
+        _require_little_endian()
         self.name = Path(path).name
         self.fd = self._open(path)
         try:
@@ -595,12 +597,12 @@ class _File:
         if kind != stat.S_IFREG:
             names = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
                      stat.S_IFSOCK: "a socket"}
-            raise self.corrupt("file", f"expected a regular file, found {names.get(kind, 'a device')}")
+            raise self.corrupt("file", f"expected a regular file, found {names.get(kind, 'a device')}", "name the file")
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
-    def corrupt(self, where: str, problem: str) -> CheckpointCorruptError:
-        """Make the error that says which file, where in it, and what is wrong."""
-        return CheckpointCorruptError(f"{self.name}: {where}: {problem}; restore another generation", where)
+    def corrupt(self, where: str, problem: str, remedy: str = "use another generation") -> CheckpointCorruptError:
+        """Make the error that says which file, where in it, what is wrong, and what to do."""
+        return CheckpointCorruptError(f"{self.name}: {where}: {problem}; {remedy}", where)
 
     def read_into(self, view: memoryview, offset: int, where: str) -> None:
         """Fill `view` from the file."""
@@ -683,7 +685,7 @@ def _read_header(file: _File) -> bytearray:
     header = bytearray(n_bytes)
     file.read_into(memoryview(header), 0, "header")
     if not header.startswith(_FRONT, 8):
-        raise file.corrupt("header", _what_else(header))
+        raise file.corrupt("header", *_what_else(header))
     expected = bytes(header[_DIGEST_AT:_DIGEST_AT + 64])
     found = _file_digest(header)
     if expected != found.encode():
@@ -693,20 +695,19 @@ def _read_header(file: _File) -> bytearray:
     return header
 
 
-def _what_else(header: bytearray) -> str:
-    """Say what a file is that does not begin as a checkpoint does."""
-    ours = "expected a checkpoint of this lab (its header begins with the `fttl` document)"
+def _what_else(header: bytearray) -> tuple[str, str]:
+    """Say what a file is that does not begin as a checkpoint does, and what to do with it."""
     try:
-        text = header[8:].decode("utf-8")
-        if sum(map(text.count, ",:[{")) > MAX_HEADER_VALUES:
-            return ours
-        parsed = json.loads(text)
+        text = str(memoryview(header)[8:], "utf-8")
+        parsed = json.loads(text) if sum(map(text.count, ",:[{")) <= MAX_HEADER_VALUES else None
     except (ValueError, RecursionError):
-        return f"{ours}, found bytes that are not JSON"
+        parsed = None
     metadata = parsed.get("__metadata__") if isinstance(parsed, dict) else None
     if isinstance(parsed, dict) and not (isinstance(metadata, dict) and "fttl" in metadata):
-        return f"{ours}, found a plain safetensors file with {len(parsed) - (metadata is not None)} tensors"
-    return f"{ours}, found a damaged beginning"
+        n_tensors = len(parsed) - ("__metadata__" in parsed)
+        return (f"expected a checkpoint of this lab, found a plain safetensors file of {n_tensors} tensors, without "
+                "digests or an `fttl` document", "load it with safetensors")
+    return "expected the beginning of a checkpoint, found other bytes", "use another generation"
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-016
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -786,7 +787,7 @@ def _read_manifest(file: _File) -> Manifest:
     header = _read_header(file)
     data_start = len(header)
     try:
-        text = header[8:].decode("utf-8")
+        text = str(memoryview(header)[8:], "utf-8")
     except UnicodeDecodeError as error:
         raise file.corrupt("header", f"is not UTF-8: {error}") from None
     del header
@@ -903,7 +904,7 @@ def _verify(file: _File, manifest: Manifest) -> None:
         try:
             for _ in pool.map(check, groups):
                 pass
-        except CheckpointCorruptError:
+        except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     file.check_unchanged()
@@ -937,6 +938,8 @@ class FileTensor:
                                 f"requested {out.dtype} {tuple(out.shape)}")
         self._file.check_unchanged()
         view = byte_view(out)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)  # autograd does not see a read into memory by itself
         if view is not None:
             self._file.read_into(view, self._offset, self.name)
             return
@@ -945,7 +948,7 @@ class FileTensor:
         with torch.no_grad():
             for piece in pieces(out.detach(), CHUNK_BYTES):
                 n_bytes = piece.numel() * piece.itemsize
-                self._file.read_into(memoryview(staging.numpy())[:n_bytes], offset, self.name)
+                self._file.read_into(staging.numpy().data[:n_bytes], offset, self.name)
                 piece.copy_(_typed(staging, 0, piece))
                 offset += n_bytes
 
@@ -993,7 +996,7 @@ class Difference:
         return f"{self.path}: {self.share:.3%} of elements differ, by at most {self.max_abs:.6g}{ulp}"
 
 
-def _leaves(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+def _leaves(node: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
     """Walk a tree; an empty container, and each container's type, is a leaf too."""
     kind = type(node)
     if kind in _CONTAINERS or kind in (list, tuple):
@@ -1053,7 +1056,8 @@ def _compare_leaves(where: str, a: Any, b: Any) -> Difference:
     if type(a) is type(b) is TensorEntry:
         kind = "dtype" if a.dtype != b.dtype else "shape"
         values = (a.dtype, b.dtype) if kind == "dtype" else (a.shape, b.shape)
-        return Difference(where, kind, *(str(value).removeprefix("torch.") for value in values))
+        shown = [str(value).removeprefix("torch.") for value in values]
+        return Difference(where, kind, shown[0], shown[1])
     kind = "value" if type(a) is type(b) and not isinstance(a, type) else "type"
     return Difference(where, kind, _shown(a), _shown(b))
 
@@ -1110,8 +1114,8 @@ def _compare_values(where: str, *sides: tuple[_File, Manifest, TensorEntry]) -> 
     for begin in range(0, size, _BLOCK_BYTES):
         blocks = [torch.empty(min(_BLOCK_BYTES, size - begin), dtype=torch.uint8) for _ in sides]
         for block, hasher, (file, manifest, entry) in zip(blocks, hashers, sides, strict=True):
-            file.read_into(memoryview(block.numpy()), manifest.data_start + entry.begin + begin, entry.name)
-            hasher.update(block.numpy())
+            file.read_into(block.numpy().data, manifest.data_start + entry.begin + begin, entry.name)
+            hasher.update(block.numpy().data)
         n, apart, units = compare_tensors(*(block.view(dtype) for block in blocks))
         n_changed, ulp = n_changed + n, max(ulp, units or 0)
         largest = apart if math.isnan(apart) or apart > largest else largest
