@@ -390,9 +390,10 @@ def _write_header(document: dict[str, Any], slots: list[_Slot]) -> bytearray:
                               "data_offsets": [slot.begin, slot.begin + slot.n_bytes]}
     text = _json(entries).encode("ascii")
     n_bytes = -(-(8 + len(text)) // PAGE) * PAGE
-    if n_bytes > MAX_HEADER_BYTES:
-        raise ContractError(f"the header takes {n_bytes} bytes, a safetensors file allows {MAX_HEADER_BYTES}: "
-                            "put long plain values into tensors, or hold fewer tensors")
+    n_values = sum(map(text.count, (b",", b":", b"[", b"{")))
+    if n_bytes > MAX_HEADER_BYTES or n_values > MAX_HEADER_VALUES:
+        raise ContractError(f"the header takes {n_bytes} bytes and {n_values} values, readers allow {MAX_HEADER_BYTES} "
+                            f"and {MAX_HEADER_VALUES}: put long plain values into tensors, or hold fewer tensors")
     header = bytearray(struct.pack("<Q", n_bytes - 8) + text.ljust(n_bytes - 8))
     header[_DIGEST_AT:_DIGEST_AT + 64] = _file_digest(header).encode()
     return header
@@ -451,8 +452,7 @@ class _Staging:
                 busy.result()  # the worker may still read what this half held before
             self.begin, self.fill = offset, 0
         half = self._halves[self._current]
-        with torch.no_grad():
-            _typed(half, self.fill, piece).copy_(piece.detach())
+        _typed(half, self.fill, piece).copy_(piece.detach())
         n_bytes = piece.numel() * piece.itemsize
         self.parts.append((name, half.numpy().data[self.fill:self.fill + n_bytes], last))
         self.fill += n_bytes
@@ -606,8 +606,7 @@ class _File:
 
     def read_into(self, view: memoryview, offset: int, where: str) -> None:
         """Fill `view` from the file."""
-        if self.fd < 0:
-            raise ValueError(f"{self.name} is closed: load its tensors inside the with block")
+        self._require_open()
         done = 0
         while done < len(view):
             try:
@@ -618,8 +617,13 @@ class _File:
                 raise self.corrupt(where, f"the file ends at byte {offset + done}, {len(view) - done} are missing")
             done += n_read
 
+    def _require_open(self) -> None:
+        if self.fd < 0:
+            raise ValueError(f"{self.name} is closed: load its tensors inside the with block")
+
     def check_unchanged(self) -> None:
         """Raise if someone wrote to the file since it was opened, and so since it was verified."""
+        self._require_open()
         status = os.fstat(self.fd)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
             raise self.corrupt("file", "changed while it was being read")
@@ -868,14 +872,16 @@ def _runs(manifest: Manifest) -> list[list[tuple[str, TensorEntry]]]:
     return groups
 
 
-def _verify_run(file: _File, data_start: int, group: list[tuple[str, TensorEntry]], buffer: memoryview) -> None:
+def _verify_run(
+    file: _File, data_start: int, group: list[tuple[str, TensorEntry]], buffer: memoryview, n_threads: int
+) -> None:
     """Read a group of neighbouring tensors through a reused buffer and compare each digest."""
     first, last = group[0][1].begin, group[-1][1].end
     gathered = last - first <= len(buffer)
     if gathered:
         file.read_into(buffer[:last - first], data_start + first, group[0][0])
     for name, entry in group:
-        hasher = blake3()
+        hasher = blake3(max_threads=1 if gathered else n_threads)
         if gathered:
             hasher.update(buffer[entry.begin - first:entry.end - first])
         else:
@@ -898,7 +904,7 @@ def _verify(file: _File, manifest: Manifest) -> None:
         def check(group: list[tuple[str, TensorEntry]]) -> None:
             buffer = buffers.pop()
             try:
-                _verify_run(file, manifest.data_start, group, buffer)
+                _verify_run(file, manifest.data_start, group, buffer, max(1, _n_cores() // n_workers))
             finally:
                 buffers.append(buffer)
         try:
@@ -945,12 +951,11 @@ class FileTensor:
             return
         staging = torch.empty(min(CHUNK_BYTES, max(self._entry.n_bytes, 1)), dtype=torch.uint8)
         offset = self._offset
-        with torch.no_grad():
-            for piece in pieces(out.detach(), CHUNK_BYTES):
-                n_bytes = piece.numel() * piece.itemsize
-                self._file.read_into(staging.numpy().data[:n_bytes], offset, self.name)
-                piece.copy_(_typed(staging, 0, piece))
-                offset += n_bytes
+        for piece in pieces(out.detach(), CHUNK_BYTES):
+            n_bytes = piece.numel() * piece.itemsize
+            self._file.read_into(staging.numpy().data[:n_bytes], offset, self.name)
+            piece.copy_(_typed(staging, 0, piece))
+            offset += n_bytes
 
     def load(self) -> torch.Tensor:  # on the CPU, contiguous
         """Read the tensor into new memory."""
