@@ -165,6 +165,16 @@ def test_layout_is_aligned_and_leaves_no_hole(tmp_path):
     assert manifest.data_start + reached == manifest.n_bytes == os.path.getsize(tmp_path / "a")
 
 
+def test_empty_tensors_of_any_shape_come_back(good):
+    forge(good, lambda entries, document: entries["rng.state"].update(shape=[1 << 30, 0, 1 << 31], dtype="U8",
+                                                                      data_offsets=[24, 24]))
+    with pytest.raises(CheckpointCorruptError):
+        read_manifest(good)  # five bytes are left over
+    write(good, {"t": torch.empty(1 << 30, 0, 1 << 20)})
+    with open_checkpoint(good) as saved:
+        assert saved.tree["t"].load().shape == (1 << 30, 0, 1 << 20)
+
+
 def test_header_comes_last_and_every_byte_once():
     tree = {"big": torch.zeros(5_000_000), "strided": torch.zeros(3000, 1000).t(), "small": torch.zeros(3)}
     encoding = encode(snapshot(tree))
@@ -373,6 +383,16 @@ def test_any_strides_are_written_in_row_major_order_and_read_back(tmp_path, tens
     with open_checkpoint(tmp_path / "a") as saved:
         saved.tree["t"].load_into(live)
     assert torch.equal(live.resolve_conj(), expected)
+
+
+def test_a_default_device_does_not_move_the_buffers(tmp_path):
+    live = torch.zeros(3, 5).t()
+    with torch.device("meta"):
+        write(tmp_path / "a", {"t": torch.arange(15.0, device="cpu").reshape(3, 5).t()})
+        with open_checkpoint(tmp_path / "a") as saved:
+            saved.tree["t"].load_into(live)
+            assert torch.equal(saved.tree["t"].load(), live)
+    assert live[4].tolist() == [4.0, 9.0, 14.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
