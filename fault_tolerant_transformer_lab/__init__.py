@@ -54,7 +54,31 @@ _ROOM_OF = {
     "prove_restart": "equivalence",
     "prove_training": "equivalence",
 }
-__all__ = sorted(_ROOM_OF)
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointLockedError",
+    "CheckpointMismatchError",
+    "CheckpointStore",
+    "ConfigError",
+    "Contract",
+    "ContractError",
+    "EnvironmentMismatchError",
+    "ExperimentConfig",
+    "NamedGenerator",
+    "NoCheckpointError",
+    "Progress",
+    "RandomGenerators",
+    "UnknownSchemaError",
+    "diff",
+    "load_config",
+    "open_checkpoint",
+    "prove_restart",
+    "prove_training",
+    "read_manifest",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
