@@ -584,10 +584,10 @@ _MAX_CONFIG_BYTES: Final = 1 << 20  # an experiment is a page of text; a device 
 def parse_json_object(
     text: str | bytes | bytearray,  # JSON; bytes are UTF-8
 ) -> dict[str, Any]:
-    "The object in a JSON text. ConfigError for anything else, duplicate keys, NaN and Infinity."
+    "The object in a JSON text. ConfigError for anything else, and for a key given twice."
     try:
         decoded = text if isinstance(text, str) else bytes(text).decode("utf-8-sig")
-        value = json.loads(decoded, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(decoded, object_pairs_hook=_unique_keys)
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
@@ -612,10 +612,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _refuse(key, "each key once", f"{shown(result[key])} and {shown(value)}", "keep one of them")
         result[key] = value
     return result
-
-
-def _no_constant(name: str) -> Any:
-    raise _refuse("", "finite numbers", name, "write a number, or null where the field allows it")
 
 # %% ../nbs/00_config.ipynb #cell-086
 def load_config(
@@ -663,7 +659,7 @@ def _typed(text: str) -> Any:
     if "," in text and not text.startswith(("[", "{")):
         return [_typed(part.strip()) for part in text.split(",")]
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)  # nan passes here: the field refuses it by name
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except ConfigError:
         raise
     except (ValueError, RecursionError):
