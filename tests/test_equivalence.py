@@ -1,0 +1,569 @@
+"""The proof of restart equivalence: what it must find, what it must not claim, and how it fails."""
+
+import functools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fault_tolerant_transformer_lab import equivalence
+from fault_tolerant_transformer_lab.config import ExperimentConfig
+from fault_tolerant_transformer_lab.contract import Contract, Progress, RandomGenerators
+from fault_tolerant_transformer_lab.equivalence import (
+    FAULTS,
+    Attempt,
+    Bench,
+    ContractDriver,
+    Ended,
+    ExampleRun,
+    Interruption,
+    ProofError,
+    Prover,
+    Route,
+    TrainingDriver,
+    Verdict,
+    Wishes,
+    Witness,
+    example_run,
+    final_divergence,
+    first_divergence,
+    follow,
+    prove,
+    prove_restart,
+    prove_training,
+)
+from fault_tolerant_transformer_lab.training import TrainingRun
+
+SMALL = ExperimentConfig(vocab_size=64, block_size=8, d_model=8, n_heads=2, n_layers=1, dropout=0.1, seed=5, steps=4,
+                         batch_size=2, learning_rate=1e-2, checkpoint_every=2)
+quietly = functools.partial(prove_restart, progress_bar=False)
+in_process = functools.partial(quietly, how="clean", in_process=True)
+
+
+def faulty(name: str) -> functools.partial:
+    return functools.partial(example_run, fault=name)
+
+
+def first_row(proof: equivalence.Proof) -> equivalence.Row:
+    return next(row for row in proof.rows if row.divergence)
+
+
+# --- What must be found equal
+
+
+def test_every_boundary_and_every_kind_of_disk_operation_is_survived_by_a_real_kill() -> None:
+    proof = quietly(example_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False)
+    proof.raise_if_different()
+    places = [row.boundary for row in proof.rows[1:]]
+    assert {f"step 2, {name}" for name in equivalence.BOUNDARIES if name != "during_write"} <= set(places)
+    during = {place.split(": ")[1] for place in places if "during_write" in place}
+    for operation in ("create", "write", "fsync", "replace", "sync_directory"):
+        assert {f"before {operation}", f"after {operation}"} <= during
+    assert {row.stopped for row in proof.rows[1:]} == {"SIGKILL"}
+
+
+def test_every_split_of_a_run_by_clean_stops_is_equal() -> None:
+    proof = in_process(example_run, steps=8, interrupt_at="every", knock_out=False)
+    proof.raise_if_different()
+    assert [row.boundary for row in proof.rows[1:]] == [f"step {step}, step boundary" for step in range(1, 8)]
+
+
+def test_a_chain_of_kills_in_one_run() -> None:
+    proof = quietly(example_run, steps=6, interrupt_at=[2], how="sigkill", resumes=4, boundaries=["after_update"],
+                    knock_out=False)
+    proof.raise_if_different()
+    chain = proof.rows[-1]
+    assert chain.stopped == "SIGKILL ×4" and chain.replayed == 4 and chain.boundary.count("after_update") == 4
+
+
+def test_saving_less_often_replays_more() -> None:
+    proof = quietly(example_run, steps=5, save_every=3, interrupt_at=[5], how="sigkill", boundaries=["after_update"],
+                    knock_out=False)
+    proof.raise_if_different()
+    assert [row.replayed for row in proof.rows] == [0, 2]
+
+
+def test_two_threads_in_every_process() -> None:
+    proof = quietly(example_run, steps=2, interrupt_at=[1], threads=2, boundaries=["after_backward"], knock_out=False)
+    proof.raise_if_different()
+    assert proof.facts["threads"] == 2 and "2" in json.dumps(proof.facts["environment"])
+
+
+def make_training_run(directory: Path) -> TrainingRun:
+    return TrainingRun(SMALL)
+
+
+def test_the_labs_own_run_is_a_restartable_run_like_any_other() -> None:
+    quietly(make_training_run, steps=3, interrupt_at=[2], boundaries=["after_backward"]).raise_if_different()
+
+
+def test_train_survives_stops_signals_and_kills() -> None:
+    proof = prove_training(SMALL, interrupt_at=[3], progress_bar=False)
+    proof.raise_if_different()
+    assert {row.stopped for row in proof.rows[1:]} == {"clean stop", "SIGTERM", "SIGKILL", "SIGKILL ×2"}
+    assert {one.participant: one.outcome for one in proof.knockouts} == dict.fromkeys(
+        ("model", "optimizer", "progress", "rng"), "caught")
+
+
+# --- What must be found different
+
+EXPECTED = {  # fault: step, restoring, first leaf, suspect
+    "optimizer not restored": (3, True, "optimizer.state[0].step", "optimizer"),
+    "optimizer left out": (4, False, "model.0.weight", "optimizer"),
+    "generator lost": (4, False, "model.0.weight", "generator torch_cpu"),
+    "batch repeated": (4, False, "model.0.weight", "data position"),
+    "position left out": (4, False, "model.0.weight", "data position"),
+    "learning rate off by one": (4, False, "model.0.weight", "learning rate"),
+}
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_a_planted_fault_is_found_where_it_begins(fault: str) -> None:
+    proof = in_process(faulty(fault), steps=6, interrupt_at=[3], knock_out=False)
+    found = first_row(proof).divergence
+    assert proof.verdict is Verdict.DIVERGENT and found is not None
+    assert (found.step, found.restoring, found.where, found.suspect) == EXPECTED[fault]
+    if not found.restoring:
+        assert found.max_abs and found.max_ulp and found.share
+    with pytest.raises(ProofError, match=f"(?s)DIVERGENT.*suspect {found.suspect}"):
+        proof.raise_if_different()
+
+
+def test_every_fault_has_its_expectation() -> None:
+    assert set(FAULTS) == {*EXPECTED, "not deterministic", "nothing learned"}
+
+
+def test_a_fault_is_found_after_a_kill_too() -> None:
+    proof = quietly(faulty("generator lost"), steps=4, interrupt_at=[3], boundaries=["after_update"], knock_out=False)
+    assert {row.stopped: row.outcome for row in proof.rows[1:]} == {"clean stop": "different", "SIGKILL": "different"}
+
+
+class Averaging(ExampleRun):
+    "Keeps an average of its weights, which takes part and is not restored."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = Average(self.model)
+        self.contract = Contract(**self.contract.participants, average=self.average)
+
+    def advance(self) -> float:
+        loss = super().advance()
+        self.average.update(self.model)
+        return loss
+
+
+class Average(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("mean", nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+        self.forgetful = False
+
+    def update(self, model: nn.Module) -> None:
+        if self.forgetful:
+            self.mean.zero_()
+            self.forgetful = False
+        self.mean.lerp_(nn.utils.parameters_to_vector(model.parameters()).detach(), 0.1)
+
+
+def test_a_participant_that_no_loss_depends_on_is_suspected_by_name() -> None:
+    def make_run(directory: Path) -> Averaging:
+        run = Averaging()
+        run.average.register_load_state_dict_post_hook(lambda module, _: setattr(module, "forgetful", True))
+        return run
+
+    proof = in_process(make_run, steps=4, interrupt_at=[2], knock_out=False)
+    found = first_row(proof).divergence
+    assert found is not None and (found.step, found.where, found.suspect) == (3, "average.mean", "average")
+    in_process(lambda directory: Averaging(), steps=4, interrupt_at=[2]).raise_if_different()
+
+
+def test_a_repeated_batch_is_suspected_even_where_no_batch_digest_is_kept() -> None:
+    def make_run(directory: Path) -> ExampleRun:
+        run = ExampleRun("batch repeated")
+        record = run.progress.record
+        run.progress.record = lambda loss, n_tokens, batch_digest=b"": record(loss, n_tokens)
+        return run
+
+    found = first_row(in_process(make_run, steps=4, interrupt_at=[2], knock_out=False)).divergence
+    assert found is not None and (found.step, found.suspect) == (3, "data position")
+    assert "no batch digest is recorded" in found.reason
+
+
+@dataclass(frozen=True)
+class TamperingDriver(TrainingDriver):
+    "`train`, after which one line of the metrics log is written twice when the run was resumed."
+
+    def run(self, attempt: Attempt, witness: Witness) -> None:
+        super().run(attempt, witness)
+        log = attempt.directory / "metrics.jsonl"
+        if attempt.trace.name != "attempt-0.jsonl":
+            lines = log.read_bytes().splitlines(keepends=True)
+            log.write_bytes(b"".join([*lines[:2], *lines[1:]]))
+
+
+def proved(driver: equivalence.Driver, workspace: Path, wishes: Wishes, steps: int = 4) -> equivalence.Proof:
+    prover = Prover(Bench(driver, jobs=2, hang_timeout=60), workspace, steps, threads=1)
+    return prove(prover, wishes, show_progress=False)
+
+
+CLEAN_AT_3 = Wishes([3], ["clean"], 1, "kinds", False)
+
+
+def test_the_metrics_log_is_compared_byte_for_byte(tmp_path: Path) -> None:
+    found = first_row(proved(TamperingDriver(SMALL), tmp_path, CLEAN_AT_3)).divergence
+    assert found is not None and (found.where, found.step, found.suspect) == ("metrics.jsonl", 3, "metrics log")
+
+
+@dataclass(frozen=True)
+class StartsOverDriver(ContractDriver):
+    "Throws the checkpoints away before each attempt: the run ends right, and all work was lost."
+
+    def run(self, attempt: Attempt, witness: Witness) -> None:
+        for path in (attempt.directory / "checkpoints").glob("step-*"):
+            path.unlink()
+        super().run(attempt, witness)
+
+
+def test_published_work_that_is_done_again_is_no_equivalence(tmp_path: Path) -> None:
+    proof = proved(StartsOverDriver(example_run, 4), tmp_path, CLEAN_AT_3)
+    found = first_row(proof).divergence
+    assert proof.verdict is Verdict.DIVERGENT and found is not None and "started over" in found.reason
+
+
+def test_a_run_that_reading_its_state_changes_is_not_called_nondeterministic() -> None:
+    class DrawsWhenRead(RandomGenerators):
+        def state_dict(self) -> dict:
+            random.random()
+            return super().state_dict()
+
+    def make_run(directory: Path) -> ExampleRun:
+        run = ExampleRun()
+        run.contract = Contract(**{**run.contract.participants, "rng": DrawsWhenRead()})
+        return run
+
+    proof = in_process(make_run, steps=3, interrupt_at=[2], knock_out=False)
+    assert proof.verdict is Verdict.DIVERGENT and "changes what it reads" in str(proof)
+
+
+# --- What must not be claimed
+
+
+def test_a_run_that_does_not_repeat_itself_is_not_judged() -> None:
+    proof = quietly(faulty("not deterministic"), steps=4, interrupt_at=[2])
+    found = proof.rows[0].divergence
+    assert proof.verdict is Verdict.NONDETERMINISTIC and len(proof.rows) == 1 and found is not None
+    assert (found.step, found.suspect) == (3, "generator torch_cpu")
+    with pytest.raises(ProofError, match="NONDETERMINISTIC"):
+        proof.raise_if_different()
+
+
+class UnseededRun(ExampleRun):
+    "Draws noise from NumPy's global generator, which nobody seeded."
+
+    def __init__(self) -> None:
+        super().__init__()
+        sys.modules["numpy"].random.seed()
+
+
+def unseeded_run(directory: Path) -> UnseededRun:
+    return UnseededRun()
+
+
+class NoisyRun(ExampleRun):
+    def __init__(self) -> None:
+        state = sys.modules["numpy"].random.get_state()
+        super().__init__()
+        sys.modules["numpy"].random.set_state(state)  # as a run that seeds torch alone
+        self.contract = Contract(model=self.model, optimizer=self.optimizer, passes=self.passes, progress=self.progress)
+
+    def advance(self) -> float:
+        self.inputs += float(sys.modules["numpy"].random.rand())
+        return super().advance()
+
+
+def noisy_run(directory: Path) -> NoisyRun:
+    return NoisyRun()
+
+
+def test_a_forked_child_does_not_inherit_a_generator_that_nobody_seeded() -> None:
+    proof = quietly(noisy_run, steps=3, interrupt_at=[2], knock_out=False)
+    assert proof.verdict is Verdict.NONDETERMINISTIC
+
+
+def test_a_generator_that_is_not_seeded_is_named_with_the_remedy() -> None:
+    proof = quietly(unseeded_run, steps=2, interrupt_at=[1])
+    assert proof.verdict is Verdict.NONDETERMINISTIC
+    assert "at the start: rng.numpy" in str(proof) and "RandomGenerators().seed" in str(proof)
+
+
+def test_a_run_that_learns_nothing_proves_nothing() -> None:
+    proof = in_process(faulty("nothing learned"), steps=4, interrupt_at=[2])
+    assert proof.verdict is Verdict.NOT_EXERCISED and "no step changes" in proof.reason
+    with pytest.raises(ProofError, match="NOT_EXERCISED"):
+        proof.raise_if_different()
+
+
+def test_a_participant_whose_loss_changes_nothing_is_listed() -> None:
+    class Spare:
+        def state_dict(self) -> dict:
+            return {"unused": 3}
+
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+    def make_run(directory: Path) -> ExampleRun:
+        run = ExampleRun()
+        run.contract = Contract(**run.contract.participants, spare=Spare())
+        return run
+
+    proof = in_process(make_run, steps=4, interrupt_at=[2])
+    assert proof.verdict is Verdict.EQUIVALENT and proof.not_exercised == ("spare",)
+    assert "not exercised: spare" in proof.reason
+
+
+class HandMadeRun:
+    "Plain gradient descent without a torch optimizer: no place is known where its backward pass ends."
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model, self.progress = nn.Linear(2, 1), Progress()
+        self.contract = Contract(model=self.model, progress=self.progress)
+
+    def advance(self) -> float:
+        loss = self.model(torch.ones(3, 2)).square().mean()
+        gradients = torch.autograd.grad(loss, list(self.model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+        self.progress.record(loss.item(), 3)
+        return loss.item()
+
+
+def hand_made_run(directory: Path) -> HandMadeRun:
+    return HandMadeRun()
+
+
+def test_a_kill_that_never_came_is_not_counted_as_survived() -> None:
+    proof = quietly(hand_made_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False)
+    assert proof.verdict is Verdict.NOT_EXERCISED and "step 2, after_backward was never reached" in proof.reason
+    assert [row.outcome for row in proof.rows if "after_backward" in row.boundary] == ["not exercised"]
+    others = [name for name in equivalence.BOUNDARIES if name != "after_backward"]
+    quietly(hand_made_run, steps=3, interrupt_at=[2], boundaries=others, knock_out=False).raise_if_different()
+
+
+@pytest.mark.parametrize(("exitcode", "events", "expected"), [
+    (-signal.SIGKILL, ["struck"], (True, "")),
+    (-signal.SIGKILL, [], (True, "the process died with exit status -9")),  # somebody else's kill, such as memory
+    (-signal.SIGTERM, ["struck"], (True, "the process died with exit status -15")),
+    (0, ["struck"], (False, "step 2, after_update was never reached")),
+    (0, [], (False, "step 2, after_update was never reached")),
+    (None, ["struck"], (True, "the process did not end, and was ended")),
+])
+def test_a_kill_counts_only_with_both_trace_and_exit_status(exitcode: int, events: list, expected: tuple) -> None:
+    ended = Ended(exitcode, [{"event": name} for name in events])
+    assert equivalence._judge(ended, Interruption(2, "after_update")) == expected
+
+
+def test_the_environment_is_suspected_first() -> None:
+    start = {"event": "started", "step": 0, "environment": {"threads": 1}, "participants": {"model": "Module"},
+             "state": {"model.w": "a"}, "generators": {}, "batch": None}
+    step = {"event": "step", "step": 1, "loss": "0x1p0", "state": {"model.w": "b"}, "generators": {}, "batch": None}
+    direct = equivalence.Trail(Route("direct"), Path(), [Ended(0, [start, step])])
+    moved = [start | {"environment": {"threads": 2}}, step | {"state": {"model.w": "c"}}]
+    found = first_divergence(direct, equivalence.Trail(Route("other"), Path(), [Ended(0, moved)]))
+    assert found is not None and found[0].suspect == "environment" and "threads" in found[0].reason
+
+
+# --- How it fails, and what it leaves behind
+
+
+def failing_run(directory: Path) -> ExampleRun:
+    raise RuntimeError("no such data")
+
+
+def test_a_run_that_fails_is_reported_with_its_error() -> None:
+    proof = quietly(failing_run, steps=2)
+    assert proof.verdict is Verdict.ERROR and "RuntimeError: no such data" in proof.reason
+
+
+class FailsOnResume(ExampleRun):
+    def advance(self) -> float:
+        if self.resumed_at > 0 or (self.resumed_at < 0 and self.progress.step):
+            raise RuntimeError("cannot go on")
+        return super().advance()
+
+
+def test_a_resume_that_fails_is_an_error_and_no_equivalence() -> None:
+    proof = in_process(lambda directory: FailsOnResume(), steps=3, interrupt_at=[1], knock_out=False)
+    assert proof.verdict is Verdict.ERROR and "cannot go on" in proof.reason
+
+
+class Hanging(ExampleRun):
+    def advance(self) -> float:
+        time.sleep(3600)
+        return 0.0
+
+
+def hanging_run(directory: Path) -> Hanging:
+    return Hanging()
+
+
+def test_a_run_that_hangs_is_ended() -> None:
+    proof = quietly(hanging_run, steps=2, hang_timeout=3.0)
+    assert proof.verdict is Verdict.ERROR and "did not end" in proof.reason
+    assert not multiprocessing.active_children()
+
+
+def test_a_run_that_a_child_cannot_import_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="make_run: expected something that can be sent to a child process.*in_process"):
+        quietly(lambda directory: ExampleRun(), steps=2, directory=tmp_path / "proof")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_what_is_no_run_is_refused_by_name() -> None:
+    proof = in_process(lambda directory: nn.Linear(2, 2), steps=2)
+    assert proof.verdict is Verdict.ERROR and "expected an object with a `contract`" in proof.reason
+
+
+@pytest.mark.parametrize(("wishes", "message"), [
+    ({"interrupt_at": "often"}, "interrupt_at: expected 'every' or step numbers, got 'often'"),
+    ({"interrupt_at": [0]}, r"interrupt_at: expected steps from 1 to 3, got \[0\]"),
+    ({"interrupt_at": [4]}, r"interrupt_at: expected steps from 1 to 3, got \[4\]"),
+    ({"interrupt_at": []}, "interrupt_at: expected steps from 1 to 3, got none"),
+    ({"how": "gently"}, "how: expected clean, sigkill or both, got gently"),
+    ({"how": "sigterm"}, "how: expected clean, sigkill or both, got sigterm"),
+    ({"how": "sigkill", "in_process": True}, "how: expected clean or both, got sigkill"),
+    ({"boundaries": ["lunch"]}, "boundaries: expected some of before_forward, .* got 'lunch'"),
+    ({"resumes": 0}, "resumes: expected at least 1"),
+    ({"save_every": 0}, "save_every.*: expected at least 1"),
+])
+def test_impossible_wishes_are_refused(wishes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quietly(example_run, steps=3, **wishes)
+
+
+def test_a_folder_with_something_in_it_is_refused_and_a_new_one_keeps_every_run(tmp_path: Path) -> None:
+    folder = tmp_path / "proof"
+    in_process(example_run, steps=3, interrupt_at=[1], directory=folder).raise_if_different()
+    assert {"direct-1", "direct-2", "recovered-001", "without-model"} <= {path.name for path in folder.iterdir()}
+    with pytest.raises(FileExistsError, match="expected an empty or a new folder"):
+        in_process(example_run, steps=3, directory=folder)
+
+
+def test_a_proof_in_process_leaves_generators_threads_and_training_as_they_were() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+    before = RandomGenerators().state_dict(), torch.get_num_threads(), TrainingRun.advance, Contract.restore
+    in_process(example_run, steps=3, interrupt_at=[1], threads=1)
+    after = RandomGenerators().state_dict(), torch.get_num_threads(), TrainingRun.advance, Contract.restore
+    assert after[1:] == before[1:]
+    assert torch.equal(after[0]["torch_cpu"], before[0]["torch_cpu"]) and random.random() == random.Random(11).random()
+
+
+def test_the_report_is_json_and_a_table(tmp_path: Path) -> None:
+    proof = in_process(faulty("generator lost"), steps=4, interrupt_at=[2])
+    plain = json.loads(proof.to_json())
+    assert plain["verdict"] == "DIVERGENT" and plain["rows"][1]["divergence"]["suspect"] == "generator torch_cpu"
+    assert plain["steps_run"] > 0 and plain["attempts"] == proof.facts["attempts"]
+    table = proof.table().splitlines()
+    assert table[0].split() == ["path", "boundary", "stopped", "replayed", "result"]
+    assert "step 2, step boundary" in table[2] and "clean stop" in table[2] and "suspect generator" in table[2]
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(capfd: pytest.CaptureFixture) -> None:
+    prove_restart(example_run, steps=2, interrupt_at=[1], boundaries=["after_update"], knock_out=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        "from fault_tolerant_transformer_lab.equivalence import ExampleRun, prove_restart\n"
+        "class Waits(ExampleRun):\n"
+        "    def advance(self):\n"
+        "        import os\n"
+        f"        Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\n"
+        "        time.sleep(600)\n"
+        "def make_run(directory):\n    return Waits()\n"
+        "if __name__ == '__main__':\n    prove_restart(make_run, steps=2, jobs=1)\n")
+    parent = subprocess.Popen([sys.executable, str(script)])
+    pids: list[int] = []
+    with within(60):
+        while not pids:
+            pids = [int(path.name.split("-")[1]) for path in tmp_path.glob("pid-*")]
+            time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    with within(20):
+        while alive(pids[0]):
+            time.sleep(0.05)
+    assert not alive(pids[0])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_the_disk_was_asked_for_is_on_record(tmp_path: Path) -> None:
+    bench = Bench(ContractDriver(example_run, steps=3), in_process=True)
+    (trail,) = bench.run([follow(Route("watched"), tmp_path, threads=1)])
+    third = [line["name"] for line in trail.attempts[0].events("operation") if line["step"] == 3]
+    for earlier, later in (("create", "write"), ("write", "fsync"), ("fsync", "replace"), ("replace", "sync_directory"),
+                           ("sync_directory", "unlink")):
+        assert third.index(earlier) < third.index(later)
+    every = Wishes([3], ["sigkill"], 1, "every", False, boundaries=["during_write"])
+    assert len(equivalence.plan(trail, 3, every)) == 2 * len(third)
+
+
+def test_one_flipped_bit_in_a_final_checkpoint_is_a_difference(tmp_path: Path) -> None:
+    bench = Bench(ContractDriver(example_run, steps=2), in_process=True)
+    direct, other = bench.run([follow(Route(name), tmp_path, threads=1) for name in ("direct", "other")])
+    assert final_divergence(direct, other) is None
+    run = Bench(ContractDriver(flipped_run, steps=2), in_process=True)
+    (flipped,) = run.run([follow(Route("flipped"), tmp_path, threads=1)])
+    found = final_divergence(direct, flipped)
+    assert found is not None and (found.where, found.max_ulp) == ("model.0.bias", 1)
+    assert first_divergence(direct, replace(flipped)) is not None
+
+
+class Flipped(ExampleRun):
+    def advance(self) -> float:
+        loss = super().advance()
+        if self.progress.step == 2:
+            with torch.no_grad():
+                self.model[0].bias.view(torch.int32)[3] ^= 1
+        return loss
+
+
+def flipped_run(directory: Path) -> Flipped:
+    return Flipped()
