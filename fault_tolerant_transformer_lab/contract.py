@@ -279,6 +279,14 @@ class MemoryTensor:
         "The elements as a new contiguous tensor."
         return self.data.detach().clone(memory_format=torch.contiguous_format)
 
+
+def _leaf_text(leaf: object) -> str:
+    "A leaf as a message shows it: dtype and shape of a tensor, else the value."
+    if isinstance(leaf, Tensor | StoredTensor):
+        shape = ", ".join(map(str, leaf.shape)) + "," * (len(leaf.shape) == 1)
+        return f"{str(leaf.dtype).removeprefix('torch.')} ({shape})"
+    return shown(leaf)
+
 # %% ../nbs/03_contract.ipynb #cell-037
 @dataclass(frozen=True)
 class Segment:
@@ -343,7 +351,7 @@ def freeze(
     copies: dict[TensorKey, MemoryTensor] = {}
     alive: list[Tensor] = []  # keys are addresses: they mean something only while their tensors live
 
-    def copied(tensor: Tensor) -> MemoryTensor:
+    def _copy(tensor: Tensor) -> MemoryTensor:
         alive.append(tensor)
         key = tensor_key(tensor)
         if key not in copies:
@@ -351,7 +359,7 @@ def freeze(
         return copies[key]
 
     values = {f.name: getattr(snapshot, f.name) for f in fields(Snapshot)}
-    return SavedState(**values | {"tree": map_tensors(snapshot.tree, copied)}, state_digest=state_digest)
+    return SavedState(**values | {"tree": map_tensors(snapshot.tree, _copy)}, state_digest=state_digest)
 
 # %% ../nbs/03_contract.ipynb #cell-041
 @runtime_checkable
@@ -423,14 +431,6 @@ class Progress:
         self.step, self.tokens_seen, self.batch_digest = state["step"], state["tokens_seen"], state["batch_digest"]
         self._history = torch.zeros(max(64, 2 * self.step), dtype=torch.float64)
         self._history[: self.step] = state["losses"]
-
-
-def _leaf_text(leaf: object) -> str:
-    "A leaf as a message shows it: dtype and shape of a tensor, else the value."
-    if isinstance(leaf, Tensor | StoredTensor):
-        shape = ", ".join(map(str, leaf.shape)) + "," * (len(leaf.shape) == 1)
-        return f"{str(leaf.dtype).removeprefix('torch.')} ({shape})"
-    return shown(leaf)
 
 # %% ../nbs/03_contract.ipynb #cell-048
 def _from_numpy(value: Any) -> Any:
@@ -761,7 +761,7 @@ _OPTIMIZER_METHODS = ("load_state_dict", "state_dict", "__setstate__", "_process
 _OPTIMIZER_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
                     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _MODULE_METHODS = ("load_state_dict", "state_dict", "_load_from_state_dict", "_save_to_state_dict", "get_extra_state",
-                   "set_extra_state", "__setattr__")
+                   "set_extra_state")
 _MODULE_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks",
                  "_state_dict_pre_hooks")
 
@@ -814,6 +814,8 @@ def _module_differences(name: str, module: torch.nn.Module, saved: Mapping[Any, 
         here, there = live.get(key, ABSENT), saved.get(key, ABSENT)
         if _uninitialized(here):
             continue  # a lazy module takes the checkpoint's shape
+        if isinstance(here, Tensor) and (refused := _tensor_refusal(here)):
+            raise _refuse((name, key), refused)  # into a tensor on the meta device, torch would load nothing and say so
         if _side(here) != _side(there):
             yield Drift(f"{name}.{key}", _side(there), _side(here))
 
@@ -829,8 +831,8 @@ def _tied_paths(tree: State, key: Callable[[Any], Any], among: set[str]) -> dict
 def _tie_differences(live: State, saved: State) -> list[Drift]:
     "Tensors that are one here and two there: a restore would force them together, or let them drift apart."
     common = {format_path(path) for path, _ in walk(live)} & {format_path(path) for path, _ in walk(saved)}
-    initialized = map_tensors(live, lambda leaf: None if _uninitialized(leaf) else leaf)
-    here = _tied_paths(initialized, tensor_key, common)
+    savable = map_tensors(live, lambda leaf: None if isinstance(leaf, Tensor) and _tensor_refusal(leaf) else leaf)
+    here = _tied_paths(savable, tensor_key, common)
     there = _tied_paths(saved, lambda leaf: tensor_key(leaf) if isinstance(leaf, Tensor) else id(leaf), common)
     words = {path: [f"tied to {side[path]}" if side[path] != path else "not tied" for side in (there, here)]
              for path in here if path in there}
@@ -841,14 +843,19 @@ _PARAMETER_SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momen
                                "acc_delta", "sum", "exp_inf", "prev"})  # moments that torch's optimizers shape so
 
 
+def _are_groups(value: object) -> bool:
+    return type(value) is list and all(isinstance(group, dict) and "params" in group for group in value)
+
+
 def _is_switch(value: object) -> bool:
     return value is None or isinstance(value, bool)
 
 
 def _optimizer_differences(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> Iterator[Drift]:
     "Groups, their parameters, their switches, and the moments' shapes against the checkpoint's."
-    groups, saved_groups = optimizer.state_dict()["param_groups"], saved.get("param_groups")
-    if not isinstance(saved.get("state"), dict) or type(saved_groups) is not list:
+    groups = optimizer.state_dict()["param_groups"]
+    saved_groups: Any = saved.get("param_groups")
+    if not isinstance(saved.get("state"), dict) or not _are_groups(saved_groups):
         yield Drift(name, f"a state with {', '.join(map(str, saved))}", "an optimizer")
         return
     if len(groups) != len(saved_groups):
@@ -913,7 +920,12 @@ class _Filling:
         self.loaded: dict[int, Tensor] = {}  # by stored tensor, so that tied tensors stay one
         self.taken: set[TensorKey] = set()  # live tensors already filled, which no other stored tensor may overwrite
 
-    def tree(self, saved: Any, live: Any, path: Path = ()) -> Any:
+    def tree(
+        self,
+        saved: Any,  # a tree whose tensors are stored
+        live: Any,  # the participant's present tree, or ABSENT
+        path: Path = (),  # where both stand
+    ) -> Any:
         "The saved tree, with tensors in memory."
         if type(saved) in (list, tuple):
             return type(saved)(self.tree(item, _at(live, (i,)), (*path, i)) for i, item in enumerate(saved))
@@ -926,7 +938,12 @@ class _Filling:
             return filled
         return saved if type(saved) in _PLAIN else self.tensor(saved, live, path)
 
-    def tensor(self, saved: Any, live: Any, path: Path) -> Tensor:
+    def tensor(
+        self,
+        saved: Any,  # a stored tensor
+        live: Any,  # what the participant has in its place
+        path: Path,  # where both stand
+    ) -> Tensor:
         "One tensor of the tree."
         if id(saved) in self.loaded:
             return self.loaded[id(saved)]
@@ -947,7 +964,13 @@ class _Filling:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    "Whether two elements may share memory, as in an expanded tensor or in sliding windows."
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 # %% ../nbs/03_contract.ipynb #cell-086
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -958,14 +981,14 @@ def _allocator(participant: Any) -> Callable[[Path, Any], Tensor | None]:
     "Memory for state that does not exist yet: an optimizer's moments are made like their parameters."
     parameters = _parameters_of(participant) if isinstance(participant, torch.optim.Optimizer) else []
 
-    def allocate(path: Path, stored: Any) -> Tensor | None:
+    def _allocate(path: Path, stored: Any) -> Tensor | None:
         if len(path) == 3 and path[0] == "state" and isinstance(path[1], int) and path[1] < len(parameters):
             parameter = parameters[path[1]]
             if path[2] != "step" and parameter.shape == stored.shape:
                 return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         return None
 
-    return allocate
+    return _allocate
 
 
 def _load(name: str, participant: Any, saved: State, live: State) -> None:
@@ -998,7 +1021,11 @@ class _Backup:
     copy: State  # their values before
 
     @classmethod
-    def of(cls, name: str, participant: Any) -> "_Backup":
+    def of(
+        cls,
+        name: str,  # of the participant
+        participant: Any,  # about to be restored
+    ) -> "_Backup":
         "Copy a participant's state in memory."
         live = _state_of(name, participant)
         return cls(name, participant, live, freeze(Snapshot(0, None, {name: live}, {}, {}, {}, ())).tree[name])
@@ -1099,9 +1126,9 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-093
-class Contract:
-    "The participants of one run, and the identity that a checkpoint must share to continue it."
+# %% ../nbs/03_contract.ipynb #cell-094
+class _Run:
+    "The participants of one run, what the run is, and where it came from."
 
     def __init__(
         self,
@@ -1138,6 +1165,10 @@ class Contract:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
+# %% ../nbs/03_contract.ipynb #cell-096
+class Contract(_Run):
+    "The participants of one run, and the identity that a checkpoint must share to continue it."
+
     def capture(
         self,
         step: int | None = None,  # completed steps; None takes them from the `Progress` that takes part
@@ -1168,7 +1199,7 @@ class Contract:
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-095
+# %% ../nbs/03_contract.ipynb #cell-098
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1229,7 +1260,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-097
+# %% ../nbs/03_contract.ipynb #cell-100
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1279,7 +1310,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-099
+# %% ../nbs/03_contract.ipynb #cell-102
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}
@@ -1302,9 +1333,11 @@ def _restore_own(contract: Contract, participants: Mapping[str, Any], tree: Mapp
     try:
         _load_first(participants, tree, backups)
     except BaseException as error:
-        if failures := _put_back(backups):
+        failures = _put_back(backups)
+        if failures:
             contract._mixed |= {backup.name for backup in backups}
-            error.add_note(f"and could not be put back as it was: {'; '.join(failures)}")
-        else:
-            error.add_note("every participant is as it was before the restore")
+        outcome = f"could not be undone: {'; '.join(failures)}" if failures else "every participant is as it was before"
+        if type(error) is ContractError:
+            raise ContractError(f"{error}; {outcome}") from error.__cause__
+        error.add_note(outcome)  # the kind of error is the reader's, or the keyboard's, and stays
         raise

@@ -1,0 +1,1297 @@
+"""The contract beyond its notebook: every kind of state, every refusal, and every way in which a restore can fail."""
+
+import copy
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import replace
+from enum import IntEnum
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fault_tolerant_transformer_lab import contract as room
+from fault_tolerant_transformer_lab.contract import (
+    CheckpointError,
+    CheckpointMismatchError,
+    Contract,
+    ContractError,
+    EnvironmentMismatchError,
+    MemoryTensor,
+    NamedGenerator,
+    Progress,
+    RandomGenerators,
+    SavedState,
+    Segment,
+    environment_identity,
+    format_path,
+    freeze,
+    generators_undisturbed,
+    state_tree,
+    tensor_key,
+    walk,
+)
+
+
+def raw(leaf):
+    "A leaf as something that compares by bits."
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), repr(leaf)
+    flat = leaf.detach().contiguous().reshape(-1)
+    return str(leaf.dtype), tuple(leaf.shape), bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+def bits(contract):
+    return {format_path(path): raw(leaf) for path, leaf in walk(contract.capture(step=counted(contract)).tree)}
+
+
+def counted(contract):
+    return None if any(isinstance(p, Progress) for p in contract.participants.values()) else 0
+
+
+@pytest.fixture(autouse=True)
+def undisturbed():
+    "Each test leaves threads, dtype, switches and generators as it found them."
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)
+    with generators_undisturbed():
+        torch.manual_seed(0)
+        yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+class Holder:
+    "A participant that holds a dict, and replaces it."
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+# Trees
+
+
+def float64_bits(value):
+    return np.float64(value).tobytes()
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+tensors = st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.float32))
+keys = st.text(max_size=4) | st.integers()
+trees = st.recursive(
+    plain | tensors,
+    lambda inner: st.lists(inner, max_size=3)
+    | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(keys, inner, max_size=3)
+    | st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+    max_leaves=12,
+)
+
+
+def same(a, b):
+    "Equal in type and value at every place."
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return raw(a) == raw(b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and [type(k) for k in a] == [type(k) for k in b] and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return float64_bits(a) == float64_bits(b) if isinstance(a, float) else a == b
+
+
+@given(trees)
+@settings(max_examples=200, deadline=None)
+def test_any_representable_tree_is_copied_exactly_and_restored_exactly(tree):
+    copied = state_tree(tree)
+    assert same(copied, tree)
+    contract = Contract(holder=Holder(tree=tree))
+    saved = freeze(contract.capture(step=0))
+    other = Holder(tree="something else")
+    Contract(holder=other).restore(saved)
+    assert same(other.state["tree"], tree)
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+REFUSED = [
+    ({1, 2}, "a set: a set has no order; store sorted(x)"),
+    (frozenset([1]), "a frozenset: a set has no order; store sorted(x)"),
+    (np.ones(2), "a numpy.ndarray: store torch.from_numpy(x)"),
+    (np.float64(1.0), "a numpy.float64: store x.item()"),
+    (np.int64(1), "a numpy.int64: store x.item()"),
+    (np.bool_(True), "x.item()"),
+    (np.random.default_rng(0), "NamedGenerator(x)"),
+    (torch.Generator(), "NamedGenerator(x)"),
+    (1j, "a complex: store [x.real, x.imag]"),
+    (bytearray(b"a"), "a bytearray: store bytes(x)"),
+    (range(3), "a range: store [x.start, x.stop, x.step]"),
+    (torch.Size([1]), "a torch.Size: store list(x)"),
+    (torch.float32, "store str(x)"),
+    (torch.device("cpu"), "store str(x)"),
+    (defaultdict(int), "a subclass of dict; store dict(x)"),
+    (deque([1]), "a collections.deque: store list(x)"),
+    (Point(1, 2), "a subclass of tuple; store tuple(x)"),
+    (Colour.RED, "a subclass of int; store int(x)"),
+    (lambda: 0, "a function: code is no state"),
+    (print, "code is no state"),
+    (int, "code is no state"),
+    (nn.Linear(1, 1), "store x.state_dict()"),
+    (object(), "an object: store its fields as plain values"),
+    ({(1, 2): 3}, "a dict with the key [1, 2], a tuple: keys are str or int"),
+    ({None: 3}, "a dict with the key null, a NoneType: keys are str or int"),
+    ({True: 3}, "a dict with the key true, a bool: keys are str or int"),
+    ({1.5: 3}, "a dict with the key 1.5, a float: keys are str or int"),
+]
+
+
+REFUSED_IDS = [f"{type(value).__name__}-{i}" for i, (value, _) in enumerate(REFUSED)]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=REFUSED_IDS)
+def test_what_cannot_be_represented_is_refused_with_path_and_remedy(value, message):
+    contract = Contract(sampler=Holder(seen=[0, {"deep": (1, value)}]))
+    with pytest.raises(ContractError) as refused:
+        contract.capture(step=0)
+    assert str(refused.value).startswith("sampler.seen[1].deep[1] is ")
+    assert message in str(refused.value)
+
+
+@given(trees, st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_set_anywhere_in_a_tree_is_found(tree, data):
+    places = [path for path, _ in walk(tree)]
+    if not places:
+        return
+    at = data.draw(st.sampled_from(places))
+
+    def planted(value, path):
+        if path == at:
+            return {1}
+        if type(value) in (list, tuple):
+            return type(value)(planted(item, (*path, i)) for i, item in enumerate(value))
+        if isinstance(value, dict):
+            return type(value)((key, planted(item, (*path, key))) for key, item in value.items())
+        return value
+
+    with pytest.raises(ContractError) as refused:
+        state_tree(planted(tree, ()), ("p",))
+    assert str(refused.value).startswith(f"{format_path(('p', *at))} is a set: ")
+
+
+def mkldnn_tensor():
+    return torch.ones(2, 2).to_mkldnn()
+
+
+REFUSED_TENSORS = {
+    "coo": (lambda: torch.eye(3).to_sparse(), "to_dense()"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "to_dense()"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "int_repr()"),
+    "nested strided": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind()"),
+    "nested jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "unbind()"),
+    "meta": (lambda: torch.empty(2, device="meta"), "to_empty()"),
+    "complex128": (lambda: torch.zeros(2, dtype=torch.complex128), "torch.view_as_real(x)"),
+    "complex32": (lambda: torch.zeros(2, dtype=torch.complex32), "x.view(torch.uint8)"),
+    "float8_e8m0fnu": (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float8_e8m0fnu), "x.view(torch.uint8)"),
+    "uninitialized": (lambda: nn.LazyLinear(2).weight, "run one forward pass"),
+    "mkldnn": (mkldnn_tensor, "to_dense()"),
+    "subclass": (lambda: torch.ones(2).as_subclass(type("Special", (torch.Tensor,), {})), "store its plain tensors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TENSORS)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_more_than_bytes_are_refused(name):
+    make, remedy = REFUSED_TENSORS[name]
+    with pytest.raises(ContractError) as refused:
+        Contract(model=Holder(weight=make())).capture(step=0)
+    assert str(refused.value).startswith("model.weight is a") and remedy in str(refused.value)
+
+
+def test_a_dtensor_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(ContractError, match=r"model.weight is a DTensor: .*full_tensor\(\)"):
+            Contract(model=Holder(weight=sharded)).capture(step=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_cycles_and_deep_nesting_are_refused_without_a_recursion_error():
+    a, b = {}, [1]
+    a["b"], deep = b, []
+    b.append(a)
+    with pytest.raises(ContractError, match=r"p.x.b\[1\] is a dict that contains itself"):
+        state_tree({"x": a}, ("p",))
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ContractError, match="nested deeper than 64 levels"):
+        state_tree({"x": deep}, ("p",))
+    shared = [1]
+    assert state_tree({"x": shared, "y": [shared, shared]}) == {"x": [1], "y": [[1], [1]]}  # no cycle, only met again
+
+
+def test_a_snapshot_keeps_its_plain_values_while_the_run_goes_on():
+    holder = Holder(counts=Counter(a=1), order=[1, 2])
+    tree = Contract(holder=holder).capture(step=0).tree["holder"]
+    holder.state["counts"]["a"] += 1
+    holder.state["order"].append(3)
+    assert tree == {"counts": Counter(a=1), "order": [1, 2]} and type(tree["counts"]) is Counter
+
+
+# Tensors
+
+
+def samples(dtype):
+    "Tensors of one dtype in every awkward form."
+    n = 24
+    if dtype == torch.bool:
+        base = torch.arange(n) % 3 == 0
+    elif dtype.is_floating_point or dtype.is_complex:
+        base = torch.linspace(-3, 3, n).to(dtype)
+    else:
+        base = torch.arange(n).to(dtype)
+    grid = base.reshape(2, 3, 4)
+    return {
+        "0-dim": base[3],
+        "no elements": base[:0],
+        "no elements, 3-dim": base[:0].reshape(0, 3, 4),
+        "contiguous": grid,
+        "transposed": grid.transpose(0, 2),
+        "strided": base[1::2],
+        "offset": base[5:],
+        "one element": base[7:8],
+        "expanded": base[2].expand(3, 2),
+    }
+
+
+@pytest.mark.parametrize("dtype", sorted(room.DTYPES, key=str), ids=str)
+def test_every_dtype_in_every_form_comes_back_bit_for_bit(dtype):
+    original = samples(dtype)
+    saved = freeze(Contract(holder=Holder(**original)).capture(step=0))
+    fresh = Holder()
+    used = Holder(**{name: tensor.clone() for name, tensor in samples(dtype).items()})
+    for tensor in used.state.values():
+        tensor.contiguous().view(torch.uint8 if tensor.numel() and tensor.dim() else tensor.dtype).zero_()
+    addresses = {name: tensor.data_ptr() for name, tensor in used.state.items()}
+    for holder in (fresh, used):
+        Contract(holder=holder).restore(saved)
+        assert {k: raw(v) for k, v in holder.state.items()} == {k: raw(v) for k, v in original.items()}
+    assert {name: tensor.data_ptr() for name, tensor in used.state.items()} == addresses  # filled in place
+
+
+def test_special_values_keep_their_bits():
+    words = [0x7FC00001, 0x7F800001, -0x3FFFFF, 0x00000001, -0x80000000]  # three nans, a denormal, -0.0
+    nans = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+    saved = freeze(Contract(holder=Holder(x=nans)).capture(step=0))
+    holder = Holder(x=torch.zeros(5))
+    Contract(holder=holder).restore(saved)
+    assert holder.state["x"].view(torch.int32).tolist() == nans.view(torch.int32).tolist()
+
+
+def test_conjugated_and_negated_views_are_saved_as_they_look():
+    x = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    views = {"x": x, "conjugate": x.conj(), "negated": x.conj().imag}
+    saved = freeze(Contract(holder=Holder(**views)).capture(step=0))
+    holder = Holder()
+    Contract(holder=holder).restore(saved)
+    assert holder.state["conjugate"].tolist() == [1 - 2j, 3 + 4j] and holder.state["negated"].tolist() == [-2.0, 4.0]
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied():
+    x = torch.arange(4.0)
+    original = {"a": x, "b": x, "view": x.view(2, 2), "c": x.view(4)}
+    saved = freeze(Contract(holder=Holder(**original)).capture(step=0))
+    tree = saved.tree["holder"]
+    assert tree["a"] is tree["b"] is tree["c"] and tree["view"] is not tree["a"]
+    fresh, separate = Holder(), Holder(a=torch.zeros(4), b=torch.zeros(4), c=torch.zeros(4), view=torch.zeros(2, 2))
+    for holder in (fresh, separate):
+        Contract(holder=holder).restore(saved)
+        assert tensor_key(holder.state["a"]) == tensor_key(holder.state["b"]) == tensor_key(holder.state["c"])
+        assert holder.state["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_two_saved_tensors_never_fill_one_live_tensor():
+    x = torch.zeros(2)
+    holder = Holder(a=x, b=x)
+    saved = freeze(Contract(holder=Holder(a=torch.ones(2), b=torch.full((2,), 2.0))).capture(step=0))
+    Contract(holder=holder).restore(saved)
+    assert holder.state["a"].tolist() == [1, 1] and holder.state["b"].tolist() == [2, 2]
+
+
+def test_no_later_update_reaches_a_frozen_snapshot():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    contract = Contract(model=model, optimizer=optimizer)
+    saved = freeze(contract.capture(step=0))
+    before = saved.tree["model"]["weight"].load()
+    contract.restore(saved)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(saved.tree["model"]["weight"].load(), before) and not torch.equal(model.weight, before)
+
+
+def test_a_restore_fills_parameters_and_moments_in_place():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    contract = Contract(model=model, optimizer=optimizer)
+    saved = freeze(contract.capture(step=1))
+    moment = optimizer.state[model.weight]["exp_avg"]
+    addresses = model.weight.data_ptr(), moment.data_ptr()
+    optimizer.step()
+    contract.restore(saved)
+    assert (model.weight.data_ptr(), optimizer.state[model.weight]["exp_avg"].data_ptr()) == addresses
+    assert torch.equal(moment, saved.tree["optimizer"]["state"][0]["exp_avg"].load())
+
+
+def test_new_moments_take_the_strides_of_their_parameter():
+    def convolution():
+        layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return layer, torch.optim.AdamW(layer.parameters())
+
+    layer, optimizer = convolution()
+    layer(torch.ones(1, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    optimizer.step()
+    saved = freeze(Contract(model=layer, optimizer=optimizer).capture(step=1))
+    other, fresh = convolution()
+    Contract(model=other, optimizer=fresh).restore(saved)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert fresh.state[other.weight][key].stride() == optimizer.state[layer.weight][key].stride()
+        assert torch.equal(fresh.state[other.weight][key], optimizer.state[layer.weight][key])
+
+
+def test_sliding_windows_over_one_memory_are_never_filled_in_place():
+    windows = torch.arange(4.0).as_strided((3, 2), (1, 1))
+    holder = Holder(w=windows)
+    independent = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    Contract(holder=holder).restore(freeze(Contract(holder=Holder(w=independent)).capture(step=0)))
+    assert torch.equal(holder.state["w"], independent)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "overlaps"),
+    [((), (), False), ((3,), (1,), False), ((3,), (0,), True), ((1,), (0,), False), ((0, 3), (0, 0), False),
+     ((2, 3), (3, 1), False), ((3, 2), (1, 3), False), ((3, 2), (1, 1), True), ((2, 3), (2, 1), True),
+     ((2, 2, 2), (2, 1, 8), False), ((2, 2), (5, 2), False)],
+)  # fmt: skip
+def test_overlap_is_told_from_strides(size, stride, overlaps):
+    tensor = torch.zeros(64).as_strided(size, stride)
+    assert room._overlaps_itself(tensor) is overlaps
+
+
+def test_a_model_on_the_meta_device_is_refused_instead_of_silently_left_empty():
+    saved = freeze(Contract(model=nn.Linear(2, 2)).capture(step=0))
+    with torch.device("meta"):
+        hollow = nn.Linear(2, 2)
+    with pytest.raises(ContractError, match=r"model.weight is a tensor on the meta device.*to_empty\(\)"):
+        Contract(model=hollow).restore(saved)
+
+
+def test_an_expanded_buffer_is_refused_when_it_is_saved():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    with pytest.raises(ContractError, match=r"model.mask is an expanded tensor.*x.clone\(\)"):
+        Contract(model=model).capture(step=0)
+
+
+def test_parameters_that_require_gradients_and_inference_tensors_can_be_restored():
+    parameter = nn.Parameter(torch.zeros(2))
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    holder = Holder(p=parameter, i=inference)
+    saved = freeze(Contract(holder=Holder(p=torch.ones(2), i=torch.ones(2))).capture(step=0))
+    Contract(holder=holder).restore(saved)
+    assert parameter.tolist() == [1, 1] and holder.state["i"].tolist() == [1, 1] and parameter.requires_grad
+
+
+# Modules
+
+
+def test_module_versions_reach_the_loading_module():
+    seen = []
+
+    class Versioned(nn.Module):
+        _version = 7
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            seen.append(local_metadata.get("version"))
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    class Wrapper:
+        def __init__(self):
+            self.inner = nn.Sequential(Versioned())
+
+        def state_dict(self):
+            return {"inner": self.inner.state_dict()}
+
+        def load_state_dict(self, state):
+            self.inner.load_state_dict(state["inner"])
+
+    for contract in (Contract(model=nn.Sequential(Versioned())), Contract(wrapper=Wrapper())):
+        seen.clear()
+        contract.restore(freeze(contract.capture(step=0)))
+        assert seen == [7]
+
+
+def test_batch_norm_dropout_and_averaged_weights_resume_exactly():
+    def build():
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        contract = Contract(model=model, optimizer=optimizer, ema=average, rng=RandomGenerators())
+        return model, optimizer, average, contract
+
+    def steps(n, model, optimizer, average, _):
+        for _ in range(n):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+
+    direct = build()
+    steps(3, *direct)
+    saved = freeze(direct[3].capture(step=3))
+    steps(3, *direct)
+    torch.manual_seed(1234)
+    resumed = build()
+    resumed[3].restore(saved)
+    steps(3, *resumed)
+    assert bits(resumed[3]) == bits(direct[3])
+
+
+def test_every_difference_in_a_module_is_listed_and_nothing_is_changed():
+    saved = freeze(Contract(model=nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2)})).capture(step=0))
+    other = nn.ModuleDict({"a": nn.Linear(2, 4), "b": nn.Linear(2, 2).double(), "c": nn.Linear(1, 1, bias=False)})
+    contract = Contract(model=other)
+    before = bits(contract)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        contract.restore(saved)
+    assert [str(field) for field in refused.value.fields] == [
+        'model.a.weight: checkpoint "float32 (3, 2)", requested "float32 (4, 2)"',
+        'model.a.bias: checkpoint "float32 (3,)", requested "float32 (4,)"',
+        'model.b.weight: checkpoint "float32 (2, 2)", requested "float64 (2, 2)"',
+        'model.b.bias: checkpoint "float32 (2,)", requested "float64 (2,)"',
+        'model.c.weight: checkpoint absent, requested "float32 (1, 1)"',
+    ]
+    assert bits(contract) == before
+
+
+def test_tied_and_untied_models_do_not_take_each_other():
+    def model(tie):
+        pair = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        if tie:
+            pair[1].weight = pair[0].weight
+        return Contract(model=pair)
+
+    for tie in (True, False):
+        with pytest.raises(CheckpointMismatchError, match=r"model.1.weight: checkpoint .*tied.*, here .*tied"):
+            model(tie).restore(freeze(model(not tie).capture(step=0)))
+        model(tie).restore(freeze(model(tie).capture(step=0)))
+
+
+def test_a_lazy_module_takes_the_checkpoints_shape():
+    ready = nn.Sequential(nn.LazyLinear(3))
+    ready(torch.ones(1, 2))
+    fresh = nn.Sequential(nn.LazyLinear(3))
+    Contract(model=fresh).restore(freeze(Contract(model=ready).capture(step=0)))
+    assert torch.equal(fresh(torch.ones(1, 2)), ready(torch.ones(1, 2)))
+
+
+def test_a_module_with_extra_state_takes_part_and_is_rolled_back():
+    class Extra(nn.Linear):
+        extra = 1
+
+        def get_extra_state(self):
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state):
+            self.extra = state["extra"]
+            if self.extra == 99:
+                raise ValueError("99 is no good")
+
+    model = Extra(2, 2)
+    contract = Contract(model=model)
+    good = freeze(contract.capture(step=0))
+    model.extra = 99
+    bad = freeze(contract.capture(step=0))
+    model.extra = 5
+    with torch.no_grad():
+        model.weight.fill_(5)
+    with pytest.raises(ContractError, match=r"model: load_state_dict\(\) raised ValueError: 99 is no good"):
+        contract.restore(bad)
+    assert model.extra == 5 and model.weight.eq(5).all()
+    contract.restore(good)
+    assert model.extra == 1
+
+
+def test_a_compiled_module_keeps_its_names_and_is_an_environment_fact():
+    model = nn.Linear(2, 2)
+    plain_contract, compiled = Contract(model=model), Contract(model=torch.compile(model, backend="eager"))
+    assert list(compiled.capture(step=0).tree["model"]) == ["weight", "bias"]
+    saved = freeze(plain_contract.capture(step=0))
+    with pytest.raises(EnvironmentMismatchError, match="compile: checkpoint false, here true"):
+        compiled.restore(saved)
+    compiled.restore(saved, allow_environment_change=True)
+    in_place = nn.Sequential(nn.Linear(2, 2))
+    in_place[0].compile(backend="eager")
+    assert environment_identity([in_place])["decides"]["compile"] is True
+
+
+# Optimizers and schedulers
+
+OPTIMIZERS = [
+    ("Adadelta", {}), ("Adafactor", {}), ("Adagrad", {}), ("Adam", {}), ("Adam", {"amsgrad": True}), ("Adamax", {}),
+    ("AdamW", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("AdamW", {"lr": torch.tensor(0.01)}),
+    ("ASGD", {}), ("LBFGS", {}), ("NAdam", {}), ("RAdam", {}), ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Rprop", {}), ("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("Muon", {}),
+]  # fmt: skip
+
+
+def optimized(name, options):
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **copy.deepcopy(options))
+    return model, optimizer, Contract(model=model, optimizer=optimizer)
+
+
+def optimize(n, model, optimizer, _):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 4)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(n):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(OPTIMIZERS)])
+def test_every_optimizer_resumes_exactly_fresh_or_used_and_goes_back_to_the_start(name, options):
+    direct = optimized(name, options)
+    start = freeze(direct[2].capture(step=0))
+    optimize(3, *direct)
+    saved = freeze(direct[2].capture(step=3))
+    optimize(3, *direct)
+    for steps_before in (0, 2):
+        torch.manual_seed(99)
+        resumed = optimized(name, options)
+        optimize(steps_before, *resumed)
+        resumed[2].restore(saved)
+        optimize(3, *resumed)
+        assert bits(resumed[2]) == bits(direct[2])
+    direct[2].restore(start)
+    assert bits(direct[2]) == {format_path(p): raw(leaf.load() if isinstance(leaf, MemoryTensor) else leaf)
+                               for p, leaf in walk(start.tree)}  # fmt: skip
+    optimize(6, *direct)
+    assert bits(direct[2]) == bits(resumed[2])
+
+
+S = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "StepLR": lambda o: S.StepLR(o, 2),
+    "MultiStepLR": lambda o: S.MultiStepLR(o, [2, 4]),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 0.1, total_steps=20),
+    "CyclicLR": lambda o: S.CyclicLR(o, 0.01, 0.1, 3),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.LinearLR(o), S.CosineAnnealingLR(o, 5)], [3]),
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.LinearLR(o), S.ExponentialLR(o, 0.9)]),
+    "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, patience=1),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+def scheduled(name):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS[name](optimizer)
+    return model, optimizer, scheduler, Contract(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def schedule(n, model, optimizer, scheduler, _):
+    rates = []
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, S.ReduceLROnPlateau) else []))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_scheduler_resumes_with_the_learning_rate_of_every_step(name):
+    direct = scheduled(name)
+    schedule(3, *direct)
+    saved = freeze(direct[3].capture(step=3))
+    rates = schedule(6, *direct)
+    resumed = scheduled(name)
+    resumed[3].restore(saved)
+    assert schedule(6, *resumed) == rates
+    assert bits(resumed[3]) == bits(direct[3])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_kind_of_scheduler_is_refused():
+    saved = freeze(scheduled("CosineAnnealingLR")[3].capture(step=0))
+    with pytest.raises(CheckpointMismatchError, match="scheduler.T_max: checkpoint present, here absent"):
+        scheduled("StepLR")[3].restore(saved)
+
+
+def test_a_gradient_scaler_takes_part_and_a_disabled_one_is_another():
+    enabled, disabled = torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", enabled=False)
+    saved = freeze(Contract(scaler=enabled).capture(step=0))
+    other = torch.amp.GradScaler("cpu")
+    Contract(scaler=other).restore(saved)
+    assert other.get_scale() == 8.0
+    with pytest.raises(CheckpointMismatchError, match="scaler.scale: checkpoint present, here absent"):
+        Contract(scaler=disabled).restore(saved)
+
+
+def test_optimizers_that_do_not_fit_are_refused_before_anything_changes():
+    def make(kind, groups=1, names=False, **options):
+        layers = [nn.Linear(2, 2) for _ in range(groups)]
+        parameters = [{"params": list(layer.named_parameters() if names else layer.parameters())} for layer in layers]
+        return Contract(optimizer=kind(parameters, **options))
+
+    def problem(saved, here):
+        with pytest.raises(CheckpointMismatchError) as refused:
+            here.restore(freeze(saved.capture(step=0)))
+        return [field.field for field in refused.value.fields]
+
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    assert problem(make(adam), make(adam, groups=2)) == ["optimizer.param_groups"]
+    assert problem(make(adam), make(adam, fused=True)) == ["optimizer.param_groups[0].fused"]
+    assert problem(make(adam, amsgrad=True), make(adam)) == ["optimizer.param_groups[0].amsgrad"]
+    assert problem(make(sgd, lr=0.1), make(adam)) == [f"optimizer.param_groups[0].{key}" for key in ("betas", "eps")]
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    assert problem(Contract(optimizer=adam(one.parameters())), Contract(optimizer=adam(two.parameters()))) == [
+        "optimizer.param_groups[0].params"
+    ]
+    named = Contract(optimizer=adam([("a", one.weight), ("b", two.weight)]))
+    swapped = Contract(optimizer=adam([("b", two.weight), ("a", one.weight)]))
+    assert problem(named, swapped) == ["optimizer.param_groups[0].param_names"]
+    for other in (Holder(x=1), Holder(state={}, param_groups=[{}]), Holder(state={}, param_groups={})):
+        assert problem(Contract(optimizer=other), make(adam)) == ["optimizer"]
+
+
+def test_a_changed_learning_rate_is_the_schedules_affair_and_comes_back():
+    a, b = (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr) for lr in (0.1, 0.3))
+    Contract(optimizer=b).restore(freeze(Contract(optimizer=a).capture(step=0)))
+    assert b.param_groups[0]["lr"] == 0.1
+
+
+# Generators
+
+BIT_GENERATORS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "random.Random": lambda: random.Random(3),
+    "RandomState": lambda: np.random.RandomState(3),
+    **{name: lambda name=name: np.random.Generator(getattr(np.random, name)(3)) for name in BIT_GENERATORS},
+}
+
+
+def numbers(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.randn(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(3)]
+    return [float(generator.standard_normal()), *map(float, generator.random(2))]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_kind_of_generator_goes_on_where_it_was(name):
+    generator, other = GENERATORS[name](), GENERATORS[name]()
+    numbers(generator)
+    saved = freeze(Contract(g=NamedGenerator(generator)).capture(step=0))
+    expected = numbers(generator)
+    Contract(g=NamedGenerator(other)).restore(saved)
+    assert numbers(other) == expected
+
+
+def test_a_generator_of_another_kind_is_refused():
+    for a in GENERATORS:
+        for b in GENERATORS:
+            if a != b:
+                saved = freeze(Contract(g=NamedGenerator(GENERATORS[a]())).capture(step=0))
+                with pytest.raises(ContractError, match="^g: the checkpoint's state does not fit"):
+                    Contract(g=NamedGenerator(GENERATORS[b]())).restore(saved)
+
+
+@given(st.integers(0, 2**63 - 1))
+@settings(max_examples=20, deadline=None)
+def test_seeding_sets_all_global_generators(seed):
+    drawn = []
+    for _ in range(2):
+        RandomGenerators().seed(seed)
+        drawn.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+
+
+def test_numpys_global_generator_may_be_of_another_kind(monkeypatch):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        contract = Contract(rng=RandomGenerators())
+        saved = freeze(contract.capture(step=0))
+        expected = np.random.rand(3).tolist()
+        contract.restore(saved)
+        assert np.random.rand(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+    with pytest.raises(ContractError, match="numpy.bit_generator"):
+        contract.restore(saved)
+
+
+def test_numpy_is_neither_saved_nor_needed_where_it_is_not_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy")
+    state = RandomGenerators().state_dict()
+    assert set(state) == {"python", "torch_cpu"}
+    RandomGenerators().load_state_dict(state)
+    assert "numpy" not in sys.modules
+
+
+def drawn():
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+class DrawsWhileLoading(Holder):
+    def load_state_dict(self, state):
+        drawn()
+        super().load_state_dict(state)
+
+
+def test_restoring_draws_nothing_and_generators_come_last():
+    contract = Contract(rng=RandomGenerators(), loader=DrawsWhileLoading(x=1))
+    saved = freeze(contract.capture(step=0))
+    expected = drawn()
+    contract.restore(saved)
+    assert drawn() == expected
+    RandomGenerators().seed(5)
+    contract.restore(saved, only="loader")
+    after = drawn()
+    RandomGenerators().seed(5)
+    assert after == drawn()
+
+
+def test_a_gaussian_kept_back_by_python_and_numpy_survives():
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    saved = freeze(Contract(rng=RandomGenerators()).capture(step=0))
+    expected = random.gauss(0, 1), float(np.random.standard_normal())
+    RandomGenerators().seed(1)
+    Contract(rng=RandomGenerators()).restore(saved)
+    assert (random.gauss(0, 1), float(np.random.standard_normal())) == expected
+
+
+# Progress
+
+
+def test_a_long_history_grows_and_comes_back():
+    progress = Progress()
+    for step in range(1000):
+        progress.record(step / 7, 3, step.to_bytes(2, "big"))
+        if step == 99:
+            early = Contract(progress=progress).capture()
+    assert early.step == 100 and early.tokens_seen == 300 and len(early.tree["progress"]["losses"]) == 100
+    saved = freeze(Contract(progress=progress).capture())
+    other = Progress()
+    Contract(progress=other).restore(saved)
+    for p in (progress, other):
+        p.record(math.nan, 3, b"last")
+    assert raw(other.losses) == raw(progress.losses) and other.losses[998] == 998 / 7
+    assert other.batch_digest == progress.batch_digest and (other.step, other.tokens_seen) == (1001, 3003)
+
+
+def test_a_batch_in_another_order_has_another_digest():
+    a, b = Progress(), Progress()
+    for p, batches in ((a, (b"1", b"2")), (b, (b"2", b"1"))):
+        for batch in batches:
+            p.record(0.0, 1, batch)
+    assert a.batch_digest != b.batch_digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "3"}, {"step": True}, {"losses": torch.zeros(2)}, {"losses": torch.zeros(3)}, {"batch_digest": None}],
+)
+def test_progress_that_is_none_is_refused_before_anything_changes(change):
+    progress = Progress()
+    for _ in range(2):
+        progress.record(1.0, 1)
+    saved = freeze(Contract(progress=progress).capture())
+    with pytest.raises(ContractError, match="progress: the checkpoint's state does not fit: expected"):
+        Contract(progress=progress).check(
+            replace(saved, tree={"progress": saved.tree["progress"] | state_tree(change)})
+        )
+
+
+def test_the_step_comes_from_progress_and_must_agree_with_it():
+    progress = Progress()
+    progress.record(1.0, 1)
+    contract = Contract(progress=progress)
+    assert contract.capture().step == contract.capture(step=1).step == 1
+    with pytest.raises(ContractError, match="expected 1, which progress has counted, got 2"):
+        contract.capture(step=2)
+    without = Contract(model=nn.Linear(1, 1))
+    for wrong in (-1, 1.0, True, "1"):
+        with pytest.raises(ContractError, match="step: expected a number of completed steps"):
+            without.capture(step=wrong)
+    with pytest.raises(ContractError, match=r"give capture\(step=...\), or let a Progress take part"):
+        without.capture()
+
+
+# Participants
+
+
+@pytest.mark.parametrize(
+    ("participants", "message"),
+    [
+        ({}, "expected at least one participant"),
+        ({"x": 3}, "x: expected an object with state_dict"),
+        ({"x": torch.Generator()}, "NamedGenerator"),
+        ({"x": np.random.default_rng(0)}, "NamedGenerator"),
+        ({"x": random.Random(0)}, "NamedGenerator"),
+        ({"x": torch.ones(2)}, "make it a buffer"),
+        ({"x": nn.Linear}, "give an instance, not the class"),
+        ({"a.b": Holder()}, "expected a participant's name to be an identifier"),
+    ],
+)
+def test_what_cannot_take_part_is_refused_at_once(participants, message):
+    with pytest.raises(ContractError, match=message):
+        Contract(**participants)
+
+
+def test_one_object_has_one_name():
+    model = nn.Linear(1, 1)
+    with pytest.raises(ContractError, match="a and b are the same object"):
+        Contract(a=model, b=model)
+
+
+def test_a_state_dict_that_fails_or_is_no_dict_is_named():
+    class Fails(Holder):
+        def state_dict(self):
+            raise RuntimeError("no")
+
+    class Listed(Holder):
+        def state_dict(self):
+            return [1]
+
+    with pytest.raises(ContractError, match=r"x: state_dict\(\) raised RuntimeError: no"):
+        Contract(x=Fails()).capture(step=0)
+    with pytest.raises(ContractError, match=r"x: expected state_dict\(\) to return a dict, got a list"):
+        Contract(x=Listed()).capture(step=0)
+
+
+def test_names_are_compared_and_only_and_allow_missing_are_explicit():
+    saved = freeze(Contract(a=Holder(v=1), b=Holder(v=2)).capture(step=7))
+    a, c = Holder(v=0), Holder(v=0)
+    with pytest.raises(ContractError, match=r"it has b, which nothing here takes"):
+        Contract(a=a).restore(saved)
+    both = r"lacks c \(allow_missing=\['c'\] keeps .*it has b, which nothing here takes"
+    with pytest.raises(ContractError, match=both):
+        Contract(a=a, c=c).restore(saved)
+    with pytest.raises(ContractError, match="no participant is named z"):
+        Contract(a=a).restore(saved, only="z")
+    with pytest.raises(ContractError, match="only=: expected at least one"):
+        Contract(a=a, b=Holder()).restore(saved, only=[])
+    with pytest.raises(ContractError, match="lacks c"):
+        Contract(a=a, c=c).restore(saved, only=["a", "c"])
+    assert (a.state, c.state) == ({"v": 0}, {"v": 0})
+    contract = Contract(a=a, c=c)
+    contract.restore(saved, only=["a", "c"], allow_missing="c")
+    assert (a.state, c.state) == ({"v": 1}, {"v": 0})
+    assert {change["field"] for change in contract.lineage[-1].accepted_changes} == {"b", "c"}
+
+
+def test_a_snapshot_must_be_frozen_before_it_is_restored():
+    contract = Contract(a=Holder(v=1))
+    with pytest.raises(ContractError, match=r"freeze\(snapshot\)"):
+        contract.restore(contract.capture(step=0))
+
+
+# Identity
+
+
+class Config:
+    def __init__(self, **values):
+        self.values = values
+
+    def identity(self):
+        return self.values
+
+    def describe(self):
+        return self.values | {"note": "not compared"}
+
+
+def test_identity_drift_lists_each_field_with_both_values_and_changes_nothing():
+    holder = Holder(v=0)
+    identity = {"config": Config(lr=0.1, layers=[1, 2], flag=True), "data": {"digest": "abc"}}
+    saved = freeze(Contract(identity=identity, a=Holder(v=1)).capture(step=0))
+    assert saved.description["config"]["note"] == "not compared" and "note" not in saved.identity["config"]
+    other = {"config": Config(lr=0.2, layers=[1, 3], flag=1), "data": {}}
+    with pytest.raises(CheckpointMismatchError) as refused:
+        Contract(identity=other, a=holder).restore(saved)
+    fields = ["config.lr", "config.layers", "config.flag", "data.digest"]
+    assert [field.field for field in refused.value.fields] == fields
+    assert "config.lr: checkpoint 0.1, requested 0.2" in str(refused.value) and holder.state == {"v": 0}
+    Contract(identity=identity, a=holder).restore(saved)
+    assert holder.state == {"v": 1}
+
+
+def test_an_identity_that_is_not_plain_is_refused_when_the_contract_is_made():
+    with pytest.raises(ContractError, match=r"identity\['config'\]: layers\[0\]"):
+        Contract(identity={"config": {"layers": [{1}]}}, a=Holder())
+
+
+def test_the_identity_is_read_once():
+    values = {"lr": 0.1}
+    contract = Contract(identity={"config": values}, a=Holder(v=1))
+    values["lr"] = 0.5
+    assert contract.identity() == {"config": {"lr": 0.1}}
+
+
+# Environment
+
+
+def changed_facts(change, *participants):
+    before = environment_identity(participants)["decides"]
+    change()
+    after = environment_identity(participants)["decides"]
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda: torch.set_num_threads(2), "threads"),
+        (lambda: torch.use_deterministic_algorithms(True), "deterministic_algorithms"),
+        (lambda: torch.set_default_dtype(torch.float64), "default_dtype"),
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), "sdpa"),
+        (lambda: torch.backends.cuda.enable_math_sdp(False), "sdpa"),
+        (lambda: torch.backends.mkldnn.set_flags(False), "onednn"),
+    ],
+)
+def test_each_switch_is_a_fact(change, fact):
+    try:
+        assert changed_facts(change) == {fact}
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_math_sdp(True)
+        torch.backends.mkldnn.set_flags(True)
+
+
+def test_precision_is_a_fact_and_going_back_leaves_no_trace():
+    changed = changed_facts(lambda: torch.set_float32_matmul_precision("medium"))
+    assert changed == {"onednn", "float32_matmul_precision"}
+    torch.set_float32_matmul_precision("highest")
+    first = environment_identity()
+    torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision("highest")
+    assert environment_identity() == first
+
+
+def test_each_variable_of_the_shell_is_a_fact():
+    script = (
+        "import json, torch; from fault_tolerant_transformer_lab.contract import environment_identity; "
+        "print(json.dumps(environment_identity()['decides']))"
+    )
+    variables = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2",
+                 "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    base = {name: value for name, value in os.environ.items() if name not in variables}
+    command = [sys.executable, "-c", script]
+    outputs = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+               for env in (base, base | variables)]  # fmt: skip
+    without, with_all = map(json.loads, outputs)
+    assert with_all["threads"] == 1 and with_all["MKL_CBWR"] == "COMPATIBLE"
+    assert with_all["ONEDNN_MAX_CPU_ISA"] == with_all["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
+    assert with_all["cpu_capability"] == "DEFAULT"
+    assert not {"MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"} & without.keys()
+    unaffected = {"torch", "torch_build", "python", "architecture", "cpu_instructions", "cpu_vendor"}
+    assert {name: with_all[name] for name in unaffected} == {name: without[name] for name in unaffected}
+
+
+def test_the_environment_does_not_depend_on_how_far_the_run_is():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = environment_identity([model, optimizer])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert environment_identity([model, optimizer]) == before and json.loads(json.dumps(before)) == before
+
+
+def test_cuda_facts_are_absent_on_the_cpu_and_can_be_collected():
+    on_cpu = environment_identity([nn.Linear(1, 1)])["decides"]
+    assert on_cpu["devices"] == "cpu" and not any(name.startswith(("cuda", "cudnn")) for name in on_cpu)
+    facts = room._cuda_facts()
+    assert {"cuda", "cudnn", "cudnn_deterministic", "cuda_fp32"} <= facts.keys()
+    json.dumps(facts)
+
+
+def test_the_environment_is_refused_accepted_and_recorded():
+    contract = Contract(a=Holder(v=1))
+    saved = freeze(contract.capture(step=4), state_digest="feed")
+    torch.set_num_threads(2)
+    with pytest.raises(EnvironmentMismatchError) as refused:
+        contract.restore(saved)
+    assert [field.field for field in refused.value.fields] == ["threads"]
+    assert "threads: checkpoint 1, here 2" in str(refused.value)
+    assert "allow_environment_change=True (--allow-environment-change)" in str(refused.value)
+    accepted = contract.check(saved, allow_environment_change=True)
+    assert [str(change) for change in accepted] == ["threads: checkpoint 1, requested 2"]
+    contract.restore(saved, allow_environment_change=True)
+    last = contract.lineage[-1]
+    assert (last.start_step, last.parent_digest) == (4, "feed")
+    assert last.accepted_changes == [{"field": "threads", "checkpoint": 1, "requested": 2}]
+    assert last.environment["decides"]["threads"] == 2
+
+
+def test_a_lineage_grows_by_one_segment_per_resume_and_survives_json():
+    contract = Contract(progress=Progress())
+    for n in range(3):
+        contract.participants["progress"].record(1.0, 1)
+        contract.restore(freeze(contract.capture(), state_digest=f"digest {n}"))
+    assert [(s.start_step, s.parent_digest) for s in contract.lineage] == [
+        (0, None), (1, "digest 0"), (2, "digest 1"), (3, "digest 2"),
+    ]  # fmt: skip
+    through_json = [Segment.from_plain(json.loads(json.dumps(s.to_plain()))) for s in contract.lineage]
+    assert through_json == list(contract.lineage)
+
+
+def test_recorded_facts_are_not_compared():
+    contract = Contract(a=Holder(v=1))
+    saved = freeze(contract.capture(step=0))
+    elsewhere = saved.environment | {"recorded": {"host": "another"}}
+    contract.restore(replace(saved, environment=elsewhere))
+    assert contract.lineage[-1].accepted_changes == []
+
+
+# All or none
+
+
+class Fragile(Holder):
+    "Changes its tensor and its value, draws, and fails where the state says so."
+
+    def load_state_dict(self, state):
+        self.state["tensor"].copy_(state["tensor"])
+        self.state["value"] = state["value"]
+        drawn()
+        if state["value"] in KINDS:
+            raise KINDS[state["value"]]("half-way")
+
+
+KINDS = {"key": KeyError, "interrupt": KeyboardInterrupt, "exit": SystemExit, "checkpoint": ContractError}
+
+
+def run_with_fragile(position, value, kind=Fragile):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    parts = [
+        ("model", model), ("optimizer", optimizer), ("scheduler", S.StepLR(optimizer, 1)), ("progress", Progress()),
+        ("holder", Holder(t=torch.randn(3), v=random.random())), ("rng", RandomGenerators()),
+    ]  # fmt: skip
+    fragile = ("fragile", kind(tensor=torch.randn(2), value=value))
+    return Contract(**dict([*parts[:position], fragile, *parts[position:]]))
+
+
+@pytest.mark.parametrize("position", range(7))
+@pytest.mark.parametrize("failure", KINDS)
+def test_a_failure_half_way_leaves_everything_as_it_was_at_every_position(position, failure):
+    bad = freeze(run_with_fragile(position, failure).capture())
+    contract = run_with_fragile(position, "good")
+    lineage, before = contract.lineage, bits(contract)
+    address = contract.participants["fragile"].state["tensor"].data_ptr()
+    expected = ContractError if failure in ("key", "checkpoint") else KINDS[failure]
+    with pytest.raises(expected) as raised:
+        contract.restore(bad)
+    assert bits(contract) == before and contract.lineage == lineage
+    assert contract.participants["fragile"].state["tensor"].data_ptr() == address
+    if expected is ContractError:
+        assert "fragile: load_state_dict() raised" in str(raised.value)
+        assert "every participant is as it was before" in str(raised.value)
+
+
+def test_a_participant_that_cannot_even_be_put_back_makes_the_contract_unusable():
+    class Stubborn(Fragile):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            raise ValueError("always")
+
+    bad = freeze(run_with_fragile(2, "good", Stubborn).capture())
+    contract = run_with_fragile(2, "good", Stubborn)
+    with pytest.raises(ContractError, match="could not be undone: fragile: load_state_dict.* ValueError: always"):
+        contract.restore(bad)
+    with pytest.raises(ContractError, match="left a mixture of two states in .*fragile"):
+        contract.capture()
+
+
+class Unreadable(MemoryTensor):
+    def load_into(self, out):
+        raise OSError(5, "Input/output error")
+
+    load = load_into
+
+
+def with_unreadable(saved: SavedState, name: str) -> SavedState:
+    "The saved state with the last tensor of one participant unreadable."
+    *_, (last, _) = [(path, leaf) for path, leaf in walk(saved.tree[name]) if isinstance(leaf, MemoryTensor)]
+
+    def replaced(value, path):
+        if path == last:
+            return Unreadable(value.data)
+        if isinstance(value, dict):
+            return type(value)((key, replaced(item, (*path, key))) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(replaced(item, (*path, i)) for i, item in enumerate(value))
+        return value
+
+    return replace(saved, tree=saved.tree | {name: replaced(saved.tree[name], ())})
+
+
+@pytest.mark.parametrize("name", ["holder", "fragile", "progress"])
+def test_a_read_error_in_a_participant_of_its_own_is_rolled_back_and_keeps_its_kind(name):
+    contract, other = run_with_fragile(3, "good"), run_with_fragile(3, "good")
+    for each in (contract, other):
+        each.participants["progress"].record(1.0, 1)
+    before = bits(contract)
+    with pytest.raises(OSError, match="Input/output error"):
+        contract.restore(with_unreadable(freeze(other.capture()), name))
+    assert bits(contract) == before
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_read_error_in_the_model_forbids_the_next_save_until_a_restore_succeeds(name):
+    contract = run_with_fragile(3, "good")
+    saved = freeze(run_with_fragile(3, "good").capture())
+    with pytest.raises(OSError, match="Input/output error"):
+        contract.restore(with_unreadable(saved, name))
+    with pytest.raises(ContractError, match="the last restore failed half-way"):
+        contract.capture()
+    with pytest.raises(ContractError, match="no participant is named"):
+        contract.restore(saved, only="nobody")
+    with pytest.raises(ContractError, match="the last restore failed half-way"):
+        contract.capture()  # a refused restore mends nothing
+    contract.restore(saved, only="rng")
+    with pytest.raises(ContractError, match="the last restore failed half-way"):
+        contract.capture()  # nor does one that leaves a part of the mixture
+    contract.restore(saved)
+    assert contract.capture().step == 0
+
+
+def test_check_says_what_restore_would_and_changes_nothing():
+    contract = run_with_fragile(3, "good")
+    saved = freeze(run_with_fragile(3, "good").capture())
+    before = bits(contract)
+    assert contract.check(saved) == [] and bits(contract) == before
+
+
+# The whole
+
+
+class OwnModel(nn.Module):
+    "Nothing of the lab's: a small convolutional network with a tied layer and a buffer."
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.up, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.2)
+        self.down = nn.Linear(4, 4, bias=False)
+        self.down.weight = self.up.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.down(self.drop(self.up(self.norm(self.first(x)).mean(-1)))).sum(-1)
+
+
+class OwnRun:
+    def __init__(self):
+        self.model = OwnModel()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.noise = np.random.default_rng()
+        self.contract = Contract(identity={"config": {"lr": 0.02}}, model=self.model, optimizer=self.optimizer,
+                                 noise=NamedGenerator(self.noise), rng=RandomGenerators())  # fmt: skip
+
+    def advance(self):
+        x = torch.from_numpy(self.noise.standard_normal((4, 1, 6))).float() + random.random()
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+def test_a_loop_of_ones_own_continues_bit_for_bit_also_after_two_stops(stop):
+    direct = OwnRun()
+    before = [direct.advance() for _ in range(stop)]
+    saved = freeze(direct.contract.capture(step=stop))
+    after = [direct.advance() for _ in range(6)]
+    RandomGenerators().seed(77)
+    resumed = OwnRun()
+    resumed.contract.restore(saved)
+    losses = [resumed.advance() for _ in range(3)]
+    second = freeze(resumed.contract.capture(step=stop + 3))
+    RandomGenerators().seed(78)
+    again = OwnRun()
+    again.contract.restore(second)
+    losses += [again.advance() for _ in range(3)]
+    assert losses == after and bits(again.contract) == bits(direct.contract) and len(before) == stop
+
+
+def test_capturing_does_not_interfere():
+    def trained(captures):
+        RandomGenerators().seed(11)
+        run = OwnRun()
+        run.noise.bit_generator.state = np.random.PCG64(1).state
+        for step in range(5):
+            for _ in range(captures):
+                run.contract.capture(step=step)
+            run.advance()
+        return bits(run.contract)
+
+    assert trained(0) == trained(2)
+
+
+def test_all_errors_share_one_base():
+    kinds = (ContractError, CheckpointMismatchError, EnvironmentMismatchError)
+    assert all(issubclass(kind, CheckpointError) for kind in kinds)
