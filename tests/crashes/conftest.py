@@ -1,0 +1,40 @@
+"""Options of the crash tests: `--long` (or FTTL_LONG=1) runs the versions that take many minutes."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", default=False, help="run the long crash tests as well")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes many minutes; runs with --long or FTTL_LONG=1")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--long", default=False) or os.environ.get("FTTL_LONG") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="long version not run: give --long or FTTL_LONG=1"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    "A forked child may use torch only where its parent has started no thread pool."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def memory_dir(tmp_path):
+    "A folder in memory where there is one: thousands of small saves are quick there."
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as folder:
+        yield Path(folder)
