@@ -182,7 +182,7 @@ def test_header_comes_last_and_every_byte_once():
     assert spans[-1] == (0, encoding.manifest.data_start)
     reached = encoding.manifest.data_start
     for offset, length in spans[:-1]:
-        assert offset == reached and 0 < length <= 8 << 20
+        assert offset == reached and 0 < length <= checkpoint_file.CHUNK_BYTES
         reached += length
     assert reached == encoding.n_bytes
 
@@ -196,7 +196,7 @@ def test_manifest_is_known_only_after_the_last_chunk():
 
 
 def test_contiguous_tensors_are_handed_out_without_a_copy():
-    tensor = torch.ones(300_000)
+    tensor = torch.ones(250_000)
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     addresses = [np.frombuffer(view, np.uint8).ctypes.data for _, view in encode(snapshot({"t": tensor})).chunks()]
     assert begin <= addresses[0] < end and len(addresses) == 2
