@@ -54,14 +54,15 @@ class TokenSource(Protocol):
 
 # %% ../nbs/02_data.ipynb #cell-011
 def token_digest(
-    source: TokenSource,  # read from end to end, a block at a time
+    read: Callable[[int, int], NDArray[np.integer]],  # (start, n) -> tokens of any integer type
+    n_tokens: int,  # read from end to end, a block at a time
 ) -> str:  # 64 hexadecimal digits
     "BLAKE3 of all tokens as little-endian uint32, whatever width they are stored in."
     hasher = blake3()  # single-threaded: its thread pool would not survive the fork of a data worker
     block = np.empty(1 << 18, dtype="<u4")
-    for start in range(0, source.n_tokens, len(block)):
-        n = min(len(block), source.n_tokens - start)
-        block[:n] = source.read(start, n)
+    for start in range(0, n_tokens, len(block)):
+        n = min(len(block), n_tokens - start)
+        block[:n] = read(start, n)
         hasher.update(block[:n].view(np.uint8).data)
     return hasher.hexdigest()
 
@@ -71,7 +72,7 @@ class TokenStream:
 
     def __init__(
         self,
-        reader: Callable[[int, int], NDArray[np.int64]],  # (start, n) -> tokens; called with bounds already checked
+        reader: Callable[[int, int], NDArray[np.integer]],  # (start, n) -> tokens; called inside the bounds only
         n_tokens: int,  # how many tokens there are
         *,
         vocab_size: int,  # every token is below this
@@ -93,8 +94,11 @@ class TokenStream:
         n: int,  # how many
     ) -> NDArray[np.int64]:  # shape (n,)
         "Read consecutive tokens; `DataError` outside the source, or for a token outside the vocabulary."
+        return self._as_stored(start, n).astype(np.int64)
+
+    def _as_stored(self, start: int, n: int) -> NDArray[np.integer]:
         if start < 0 or n < 0 or start + n > self.n_tokens:
-            raise DataError(f"expected positions 0 to {self.n_tokens}, got {start} to {start + n}: read inside the source")
+            raise DataError(f"expected positions 0 to {self.n_tokens}, got {start} to {start + n}: read inside them")
         tokens = self._reader(start, n)
         if n and int(tokens.max()) >= self._vocab_size:
             at = int((tokens >= self._vocab_size).argmax())
@@ -107,7 +111,7 @@ class TokenStream:
     def identity(self) -> dict[str, object]:
         "Kind, size, tokenizer, split and digest; the first call reads the whole source, later ones remember."
         if self._digest is None:
-            self._digest = token_digest(self)
+            self._digest = token_digest(self._as_stored, self.n_tokens)
         return {**self._plain, "digest": self._digest}
 
     def describe(self) -> dict[str, object]:
@@ -150,15 +154,14 @@ def _open_synthetic(config: ExperimentConfig, rest: str) -> DataSplits:
         raise DataError(f'data "synthetic" is tokens, not text: expected tokenizer "none", got "{config.tokenizer}"')
     if config.vocab_size > 2**31:
         raise DataError(f'data "synthetic" is exact up to vocab_size 2147483648, got {config.vocab_size}: lower it')
-
-    def part(name: str, first: int, n: int) -> TokenStream:
-        return TokenStream(
+    train, validation = (
+        TokenStream(
             SyntheticReader(config.vocab_size, first), n, vocab_size=config.vocab_size, kind="synthetic",
-            tokenizer="none", split={"part": name, "rule": "positions", "first": first}, about={},
+            tokenizer="none", split={"part": part, "rule": "positions", "first": first}, about={},
         )
-
-    held_out = part("validation", SYNTHETIC_TOKENS, SYNTHETIC_HELD_OUT)
-    return DataSplits(part("train", 0, SYNTHETIC_TOKENS), held_out)
+        for part, first, n in (("train", 0, SYNTHETIC_TOKENS), ("validation", SYNTHETIC_TOKENS, SYNTHETIC_HELD_OUT))
+    )
+    return DataSplits(train, validation)
 
 # %% ../nbs/02_data.ipynb #cell-023
 class ByteTokenizer:
@@ -224,9 +227,9 @@ class ArrayReader:
         self,
         start: int,  # position of the first token
         n: int,  # how many
-    ) -> NDArray[np.int64]:  # a copy
-        "Copy tokens out."
-        return self.tokens[start : start + n].astype(np.int64)
+    ) -> NDArray[np.uint16]:  # a view
+        "Look tokens up."
+        return self.tokens[start : start + n]
 
 
 def _tokenize(documents: list[bytes]) -> NDArray[np.uint16]:
@@ -240,7 +243,7 @@ def _tokenize(documents: list[bytes]) -> NDArray[np.uint16]:
     return tokens
 
 
-def _checked(train: TokenStream, validation: TokenStream, block_size: int) -> DataSplits:
+def _checked(train: TokenStream, validation: TokenStream, *, block_size: int) -> DataSplits:
     if train.n_tokens < block_size + 1:
         raise DataError(
             f"expected at least one window of block_size + 1 = {block_size + 1} tokens to train on, "
@@ -257,14 +260,14 @@ def _text_splits(
     if not held_out:
         (n_train, first), rule = split_tail(len(tokens), config.block_size), "last-tenth-of-windows"
         tokens, held_out_tokens = tokens[:n_train], tokens[first:]
-
-    def part(name: str, part_tokens: NDArray[np.uint16]) -> TokenStream:
-        return TokenStream(
-            ArrayReader(part_tokens), len(part_tokens), vocab_size=config.vocab_size, kind=kind, tokenizer="byte",
-            split={"part": name, "rule": rule}, about={**about, "documents": len(documents)},
+    streams = (
+        TokenStream(
+            ArrayReader(array), len(array), vocab_size=config.vocab_size, kind=kind, tokenizer="byte",
+            split={"part": part, "rule": rule}, about={**about, "documents": len(documents)},
         )
-
-    return _checked(part("train", tokens), part("validation", held_out_tokens), config.block_size)
+        for part, array in (("train", tokens), ("validation", held_out_tokens))
+    )
+    return _checked(*streams, block_size=config.block_size)
 
 # %% ../nbs/02_data.ipynb #cell-033
 def _open_pydoc(config: ExperimentConfig, rest: str) -> DataSplits:
@@ -365,7 +368,7 @@ class FileReader:
         self,
         start: int,  # position, relative to `first`
         n: int,  # how many tokens
-    ) -> NDArray[np.int64]:  # shape (n,)
+    ) -> NDArray[np.integer]:  # shape (n,), in the file's own width
         "Read tokens; `DataError` if the disk fails or the file has become shorter."
         offset, content = (self.first + start) * self.dtype.itemsize, bytearray()
         wanted = n * self.dtype.itemsize
@@ -378,7 +381,7 @@ class FileReader:
             if not part:
                 raise DataError(f"{os.fspath(self.path)!r} now ends at byte {at}, it was longer: put it back as it was")
             content += part
-        return np.frombuffer(content, dtype=self.dtype).astype(np.int64)
+        return np.frombuffer(content, dtype=self.dtype)
 
 # %% ../nbs/02_data.ipynb #cell-041
 def _token_file(path: Path, dtype: str, data: str) -> tuple[FileReader, int]:
@@ -410,15 +413,15 @@ def _open_tokens(config: ExperimentConfig, rest: str) -> DataSplits:
         train, n_tokens = _token_file(path, dtype, config.data)
         n_train, first = split_tail(n_tokens, config.block_size)
         held_out, n_held_out = FileReader(path, dtype, first), n_tokens - first
-
-    def part(name: str, reader: FileReader, n: int) -> TokenStream:
-        return TokenStream(
+    streams = (
+        TokenStream(
             reader, n, vocab_size=config.vocab_size, kind="tokens", tokenizer=config.tokenizer,
-            split={"part": name, "rule": rule},
+            split={"part": part, "rule": rule},
             about={"path": os.fspath(reader.path), "dtype": dtype, "first": reader.first},
         )
-
-    return _checked(part("train", train, n_train), part("validation", held_out, n_held_out), config.block_size)
+        for part, reader, n in (("train", train, n_train), ("validation", held_out, n_held_out))
+    )
+    return _checked(*streams, block_size=config.block_size)
 
 # %% ../nbs/02_data.ipynb #cell-043
 _OPENERS: dict[str, Callable[[ExperimentConfig, str], DataSplits]] = {

@@ -125,7 +125,7 @@ def test_residual_projections_start_narrower_by_the_number_of_branches():
     assert wide == pytest.approx(0.02, rel=0.05) and narrow == pytest.approx(0.02 / 4, rel=0.05)
 
 
-@pytest.mark.parametrize("where", ["embedding", "attention", "residual"])
+@pytest.mark.parametrize("where", ["embedding", "attention", "attention branch", "mlp branch"])
 def test_dropout_works_at_each_of_its_places_in_training_mode_only(where):
     model = Transformer(vocab_size=7, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.5)
     for module in (model.dropout, model.blocks[0].dropout):
@@ -137,6 +137,9 @@ def test_dropout_works_at_each_of_its_places_in_training_mode_only(where):
         model.blocks[0].attention.dropout = 0.5
     else:
         model.blocks[0].dropout.p = 0.5
+        silent = model.blocks[0].mlp if where == "attention branch" else model.blocks[0].attention
+        for parameter in silent.projection.parameters():
+            torch.nn.init.zeros_(parameter)
     tokens_BT = torch.randint(7, (2, 8))
     assert not torch.equal(model(tokens_BT), model(tokens_BT))
     model.eval()
@@ -170,6 +173,17 @@ def test_generate_uses_the_given_generator_only_and_restores_modes_after_an_erro
         generate(model, prompt + 99, 1, torch.Generator())
     assert torch.equal(torch.get_rng_state(), before)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_generate_reads_the_last_tokens_once_the_text_outgrows_the_window():
+    model = Transformer(vocab_size=16, block_size=4, d_model=8, n_heads=2, n_layers=1).eval()
+    with torch.no_grad():
+        model.position_embedding.weight.normal_()  # else a token predicts itself
+    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    written = generate(model, prompt, 3, torch.Generator(), temperature=0.0)
+    with torch.no_grad():
+        for i in range(7, 10):
+            assert written[0, i] == model(written[:, i - 4 : i])[0, -1].argmax()
 
 
 @pytest.mark.parametrize("temperature", [-0.1, math.inf, math.nan])
