@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--size", type=parse_size, default=parse_size("1.5GB"), help="bytes, as 1.5GB or 200MB")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default temporary")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file; the default lies under results/")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file; default under results/")
     arguments = parser.parse_args()
     state = make_state(arguments.size)
     n_bytes = sum(tensor.nbytes for tensor in tensors_of(state))
@@ -259,13 +259,15 @@ def main() -> None:
         (Path(name) / "measured").mkdir()
         rows = measure(state, Path(name) / "measured", arguments.rounds)
         reading = measure_reading(Path(name) / "read.safetensors", arguments.rounds, state)
-    print("\n" + table(rows, reading, n_bytes))
-    output = arguments.output or RESULTS / f"checkpoint_cost_{n_bytes / 1e9:.1f}GB.json"
+    text = table(rows, reading, n_bytes)
+    print("\n" + text)
+    output = arguments.output or RESULTS / f"checkpoint_cost_{arguments.size / 1e9:.1f}GB.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     about = {"state_bytes": n_bytes, "n_tensors": len(tensors_of(state)), "rounds": arguments.rounds,
              "torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count(),
              "python": platform.python_version()}
     output.write_text(json.dumps({"about": about, "save": rows, "read": reading}, indent=1) + "\n")
+    output.with_suffix(".txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":
