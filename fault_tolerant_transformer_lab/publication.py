@@ -630,12 +630,10 @@ def to_delete(
     *,
     keep_last: int,  # how many of the highest stay, 1 or more
     keep_every: int | None = None,  # multiples of this stay as well; None: no others
-    protected: Iterable[int] = (),  # stay in any case
 ) -> list[int]:  # lowest first
     "Which steps retention removes."
     ordered = sorted(set(steps))
-    stay = set(ordered[-keep_last:]) | set(protected)
-    return [s for s in ordered if s not in stay and not (keep_every and s % keep_every == 0)]
+    return [s for s in ordered[:-keep_last] if not (keep_every and s % keep_every == 0)]
 
 
 def _looks_sound(generation: Generation) -> bool:
@@ -647,14 +645,14 @@ def _looks_sound(generation: Generation) -> bool:
         return False
 
 
-def _outdated(found: Sequence[Generation], keep_last: int, keep_every: int | None, protected: set[int]) -> list[int]:
+def _outdated(found: Sequence[Generation], keep_last: int, keep_every: int | None) -> list[int]:
     "Applies `to_delete` to files: what is not sound is neither counted nor deleted."
     sound: list[int] = []
     for generation in sorted(found, reverse=True):
         stays_anyway = len(sound) >= keep_last and keep_every and generation.step % keep_every == 0
         if not stays_anyway and _looks_sound(generation):  # a long run keeps thousands: only read what could go
             sound.append(generation.step)
-    return to_delete(sound, keep_last=keep_last, keep_every=keep_every, protected=protected)
+    return to_delete(sound, keep_last=keep_last, keep_every=keep_every)
 
 # %% ../nbs/05_publication.ipynb #cell-083
 def set_aside(
@@ -839,7 +837,6 @@ class CheckpointStore(Generations):
                 raise ValueError(f"{name}: expected a whole number of 1 or more, got {value!r}")
         self.keep_last, self.keep_every, self.disk = keep_last, keep_every, disk or Disk()
         self._lock = WriterLock(self.directory, self.disk)
-        self._protected: set[int] = set()  # restored from, and nothing newer published yet
         self._doubtful: set[int] = set()  # perhaps not durable: no older one may go on their account
 
     def __enter__(self) -> "CheckpointStore":
@@ -883,14 +880,13 @@ class CheckpointStore(Generations):
         self._doubtful.discard(snapshot.step)
         digest = encoding.manifest.state_digest
         published = Published(self.directory / name, snapshot.step, digest, encoding.n_bytes)
-        self._protected = {step for step in self._protected if step >= snapshot.step}
         self._retain(directory, published)
         return published
 
     def _retain(self, directory: int, published: Published) -> None:
         found = [g for g in self.generations() if g.step not in self._doubtful]
         try:
-            for step in _outdated(found, self.keep_last, self.keep_every, self._protected):
+            for step in _outdated(found, self.keep_last, self.keep_every):
                 self.disk.unlink(directory, generation_name(step))
         except PublicationError as error:
             error.published = published
@@ -913,7 +909,6 @@ class CheckpointStore(Generations):
         )
         if self._lock.directory is None:
             return restored
-        self._protected = {restored.step}
         names = [path.name for path, _ in restored.skipped]
         kept = zip(restored.skipped, set_aside(self.disk, self._writable(), names, "corrupt"), strict=True)
         return replace(restored, skipped=tuple((path, f"{why}; kept as {new}") for (path, why), new in kept))
@@ -929,5 +924,4 @@ class CheckpointStore(Generations):
             raise _nothing(self, step, [])
         _verify(chosen)
         later = [g.path.name for g in reversed(found) if g.step > step]
-        self._protected = {step}
         return [self.directory / new for new in set_aside(self.disk, directory, later, "rewound")]
