@@ -700,17 +700,17 @@ def _run_here(driver: Driver, attempt: Attempt) -> Ended:
     return Ended(0 if fine else 1, read_trace(attempt.trace))
 
 # %% ../nbs/07_equivalence.ipynb #cell-051
-_Path = Generator[Attempt, Ended, "Trail"]
+_Path: TypeAlias = Generator[Attempt, Ended, Any]
 
 
-def _following(path: _Path, ended: Ended | None) -> "Attempt | Trail":
-    "Ask a path for its next attempt, or, at its end, for its trail."
+def _following(path: _Path, ended: Ended | None) -> Any:
+    "Ask a path for its next attempt, or, at its end, for its result."
     try:
         return next(path) if ended is None else path.send(ended)
     except StopIteration as stop:
         return stop.value
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-052
 @dataclass
 class Bench:
     "Runs attempts, each in a fresh process, forked from a server that has imported torch and computed nothing."
@@ -725,14 +725,14 @@ class Bench:
         self,
         paths: Sequence[_Path],  # each yields attempts and is sent how they ended
         bar: Any = None,  # a tqdm bar, moved on for each path
-    ) -> list["Trail"]:  # in the order of `paths`
+    ) -> list[Any]:  # what the paths return, such as a `Trail`, in their order
         "Run all paths to their ends, `jobs` of them side by side."
         waiting = deque(enumerate(paths))
-        trails: dict[int, Trail] = {}
+        results: dict[int, Any] = {}
         running: dict[Any, tuple[int, _Child]] = {}
 
         def go_on(index: int, ended: Ended | None) -> None:  # index: of a path; ended: its last attempt, None at first
-            "Start a path's next attempt, or keep its trail."
+            "Start a path's next attempt, or keep its result."
             following = _following(paths[index], ended)
             while self.in_process and isinstance(following, Attempt):
                 self.started += 1
@@ -742,7 +742,7 @@ class Bench:
                 child = _Child(self.driver, following, self.hang_timeout)
                 running[child.process.sentinel] = (index, child)
             else:
-                trails[index] = following
+                results[index] = following
                 if bar is not None:
                     bar.update()
 
@@ -756,9 +756,9 @@ class Bench:
         finally:
             for _, child in running.values():
                 child.kill()
-        return [trails[index] for index in range(len(paths))]
+        return [results[index] for index in range(len(paths))]
 
-# %% ../nbs/07_equivalence.ipynb #cell-052
+# %% ../nbs/07_equivalence.ipynb #cell-053
 @dataclass(frozen=True)
 class Route:
     "A run as it is planned: where it is interrupted, and what is left out at the resume."
@@ -803,7 +803,7 @@ class Trail:
                     published = max(published, line["step"])
         return lost
 
-# %% ../nbs/07_equivalence.ipynb #cell-054
+# %% ../nbs/07_equivalence.ipynb #cell-055
 def follow(
     route: Route,  # what to do
     workspace: Path,  # a folder for all routes
@@ -844,7 +844,7 @@ def _judge(
         return False, f"{stop}: the run did not stop at SIGTERM" if struck else f"{stop} was never reached"
     return (True, "") if ended.exitcode == 0 else (True, f"the process died with exit status {ended.exitcode}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-064
+# %% ../nbs/07_equivalence.ipynb #cell-065
 _ABSENT = "absent"
 
 
@@ -875,7 +875,7 @@ class Divergence:
         size = f" ({', '.join(values)})" if values else ""
         return f"{when}: {self.where}{size}; suspect {self.suspect}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-065
+# %% ../nbs/07_equivalence.ipynb #cell-066
 _Record: TypeAlias = dict[str, Any]
 
 
@@ -922,7 +922,7 @@ def first_divergence(
             return Divergence(step, restoring, where, str(values[0]), str(values[1]), suspect, reason), (number, step)
     return None
 
-# %% ../nbs/07_equivalence.ipynb #cell-067
+# %% ../nbs/07_equivalence.ipynb #cell-068
 def final_checkpoint(
     trail: Trail,  # of a run that ended
 ) -> Path | None:  # None where nothing was published
@@ -969,7 +969,7 @@ def _measured(
             return replace(found, max_abs=difference.max_abs, max_ulp=difference.max_ulp, share=difference.share)
     return found
 
-# %% ../nbs/07_equivalence.ipynb #cell-069
+# %% ../nbs/07_equivalence.ipynb #cell-070
 def _participant_of(
     path: str,  # of a leaf, such as "optimizer.state[0].exp_avg"
 ) -> str:  # such as "optimizer"
@@ -1020,7 +1020,7 @@ def _rate_reason(
     told = "of no step of the uninterrupted run" if nearest is None else f"that of step {nearest}"
     return f"{path} is {here} where it was {reference[step]['state'].get(path, _ABSENT)}: {told}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-070
+# %% ../nbs/07_equivalence.ipynb #cell-071
 def _diagnose_forward(
     reference: dict[int, _Record],  # the uninterrupted run by step
     line: _Record,  # the first record that differs
@@ -1058,7 +1058,7 @@ def _diagnose_update(
     return "learning rate", ("the loss and the optimizer's state are equal and the weights are not: the step size, "
                              "through a schedule or a weight decay outside the contract")
 
-# %% ../nbs/07_equivalence.ipynb #cell-072
+# %% ../nbs/07_equivalence.ipynb #cell-073
 @dataclass(frozen=True)
 class Wishes:
     "What to interrupt and how; the arguments that `prove_restart` and `prove_training` share."
@@ -1071,7 +1071,7 @@ class Wishes:
     disk_steps: Sequence[int] | None = None  # steps whose saves are interrupted; None takes `chosen`
     boundaries: Sequence[str] = BOUNDARIES
 
-# %% ../nbs/07_equivalence.ipynb #cell-073
+# %% ../nbs/07_equivalence.ipynb #cell-074
 def _chosen_steps(
     interrupt_at: str | Iterable[int],  # "every", or steps counted from 1
     steps: int,  # length of the run
@@ -1109,7 +1109,7 @@ def _chosen_boundaries(
         raise ValueError(f"boundaries: expected some of {', '.join(BOUNDARIES)}, got {', '.join(map(repr, wrong))}")
     return wished
 
-# %% ../nbs/07_equivalence.ipynb #cell-074
+# %% ../nbs/07_equivalence.ipynb #cell-075
 def disk_interruptions(
     direct: Trail,  # an uninterrupted run, whose disk operations are on record
     steps: Sequence[int],  # whose saves may be interrupted
@@ -1145,7 +1145,7 @@ def chains(
             found[way, step] = tuple(links)
     return list(found.values())
 
-# %% ../nbs/07_equivalence.ipynb #cell-075
+# %% ../nbs/07_equivalence.ipynb #cell-076
 def plan(
     direct: Trail,  # an uninterrupted run
     steps: int,  # its length
@@ -1165,7 +1165,7 @@ def plan(
     stops = [(first,) for first in firsts] + chains(firsts, wishes, steps, saved)
     return [Route(f"recovered-{number:03d}", several) for number, several in enumerate(stops, start=1)]
 
-# %% ../nbs/07_equivalence.ipynb #cell-079
+# %% ../nbs/07_equivalence.ipynb #cell-080
 @dataclass(frozen=True)
 class Row:
     "One recovered run against the uninterrupted one."
@@ -1189,8 +1189,13 @@ class Knockout:
     "What happened when one participant was left out of a restore."
 
     participant: str
-    outcome: Literal["caught", "refused", "changes nothing"]
+    outcome: Literal["caught", "refused", "changes nothing", "not run"]
     detail: str  # what was seen first
+
+    @property
+    def noticed(self) -> bool:
+        "Whether the proof fails without this participant."
+        return self.outcome in ("caught", "refused")
 
 
 def _columns(
@@ -1201,7 +1206,7 @@ def _columns(
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)
 
-# %% ../nbs/07_equivalence.ipynb #cell-080
+# %% ../nbs/07_equivalence.ipynb #cell-081
 @dataclass(frozen=True)
 class Proof:
     "What was compared and what was found. `raise_if_different` turns anything but equivalence into an error."
@@ -1216,7 +1221,7 @@ class Proof:
     @property
     def not_exercised(self) -> tuple[str, ...]:
         "Participants whose loss changed nothing: of them the proof says nothing."
-        return tuple(knocked.participant for knocked in self.knockouts if knocked.outcome == "changes nothing")
+        return tuple(knocked.participant for knocked in self.knockouts if not knocked.noticed)
 
     def raise_if_different(self) -> None:
         "Return when the verdict is EQUIVALENT. Raises `ProofError` with the diagnosis otherwise."
@@ -1240,6 +1245,10 @@ class Proof:
             knocked = [(one.participant, one.outcome, textwrap.shorten(one.detail, 100, placeholder=" …"))
                        for one in self.knockouts]
             text.append(_columns([("left out", "outcome", "what differs"), *knocked]))
+        if compared := self.facts.get("compared"):
+            parts = ", ".join(f"{name} {n}" for name, n in compared.items())
+            text.append(f"compared after every step: loss, batch, and the tensors and values of {parts}; "
+                        "at the end: the checkpoint's digest and the metrics log")
         return "\n\n".join([*text, str(self)])
 
     def to_json(self) -> str:  # an object
@@ -1249,7 +1258,22 @@ class Proof:
                  "not_exercised": list(self.not_exercised), **self.facts}
         return json.dumps(plain, indent=2, allow_nan=False)
 
-# %% ../nbs/07_equivalence.ipynb #cell-081
+# %% ../nbs/07_equivalence.ipynb #cell-082
+def _compare(direct: Trail, trail: Trail) -> Row:
+    "Compare one recovered run."
+    stops = trail.route.interruptions
+    stopped = _STOPPED_BY[stops[0].how] + (f" ×{len(stops)}" if len(stops) > 1 else "")
+    row = Row("recovered", "; ".join(str(stop) for stop in stops), stopped, trail.replayed, "equal")
+    seen = first_divergence(direct, trail)
+    if seen is None and trail.problem:
+        return replace(row, outcome="error" if trail.exercised else "not exercised", detail=trail.problem)
+    if seen is None and trail.lost_work:
+        lost = Divergence(0, True, "progress", "", "", "store", "published steps were started over")
+        return replace(row, outcome="different", divergence=lost)
+    divergence = seen[0] if seen else final_divergence(direct, trail)
+    return replace(row, outcome="different", divergence=divergence) if divergence else row
+
+# %% ../nbs/07_equivalence.ipynb #cell-083
 @dataclass
 class Prover:
     "The engine: runs, interrupts, resumes and compares one kind of run."
@@ -1258,52 +1282,57 @@ class Prover:
     workspace: Path  # an empty folder
     steps: int
     threads: int | None
-    keep: bool = True  # keep each run's folder; False deletes what was found equal
+    keep: bool = True  # keep each run's folder; False deletes what has been compared
     steps_run: int = 0  # by watched runs so far, replayed steps included
 
-    def trails(
+    def follow(
         self,
-        routes: Sequence[Route],  # to follow
-        bar: Any = None,  # a tqdm bar
-    ) -> list[Trail]:
-        "Follow routes side by side."
-        trails = self.bench.run([follow(route, self.workspace, self.threads) for route in routes], bar)
-        self.steps_run += sum(len(ended.events("step")) for trail in trails for ended in trail.attempts)
-        return trails
+        route: Route,  # to follow
+    ) -> _Path:  # that returns a `Trail`
+        "Follow a route in this prover's workspace."
+        trail: Trail = yield from follow(route, self.workspace, self.threads)
+        self.steps_run += sum(len(ended.events("step")) for ended in trail.attempts)
+        return trail
 
-    def row(
+    def recovered(
         self,
         direct: Trail,  # uninterrupted
-        trail: Trail,  # interrupted
-    ) -> Row:
-        "Compare one recovered run."
-        stops = trail.route.interruptions
-        place = "; ".join(str(stop) for stop in stops)
-        stopped = _STOPPED_BY[stops[0].how] + (f" ×{len(stops)}" if len(stops) > 1 else "")
-        seen = first_divergence(direct, trail)
-        if seen is None and trail.problem:
-            outcome: Literal["error", "not exercised"] = "error" if trail.exercised else "not exercised"
-            return Row("recovered", place, stopped, trail.replayed, outcome, None, trail.problem)
-        if seen is None and trail.lost_work:
-            lost = Divergence(0, True, "progress", "", "", "store", "published steps were started over")
-            return Row("recovered", place, stopped, trail.replayed, "different", lost)
-        divergence = seen[0] if seen else final_divergence(direct, trail)
-        if divergence is None and not self.keep:
-            shutil.rmtree(trail.folder)
-        return Row("recovered", place, stopped, trail.replayed, "different" if divergence else "equal", divergence)
+        route: Route,  # interrupted
+    ) -> _Path:  # that returns a `Row`
+        "Follow a route and compare; a run that was compared needs no disk and no memory any more."
+        trail = yield from self.follow(route)
+        row = _compare(direct, trail)
+        self._clear(trail)
+        return row
 
-# %% ../nbs/07_equivalence.ipynb #cell-083
+    def knocked_out(
+        self,
+        direct: Trail,  # uninterrupted
+        route: Route,  # resumed without one participant
+    ) -> _Path:  # that returns a `Knockout`
+        "Follow a route without a participant, and say whether its loss was noticed."
+        trail = yield from self.follow(route)
+        knockout = knocked_out(direct, trail)
+        self._clear(trail)
+        return knockout
+
+    def _clear(self, trail: Trail) -> None:
+        if not self.keep:
+            shutil.rmtree(trail.folder)
+
+# %% ../nbs/07_equivalence.ipynb #cell-085
 def uninterrupted(
     prover: Prover,  # with an empty workspace
 ) -> tuple[Trail, Row]:  # the first run, and what the second one says of it
     "Run twice: once watched and saving often, once neither. Alike, they show that neither changes the run."
-    first, second = prover.trails([Route("direct-1"), Route("direct-2", observe=False)])
+    routes = Route("direct-1"), Route("direct-2", observe=False)
+    first, second = prover.bench.run([prover.follow(route) for route in routes])
     for trail in (first, second):
         if trail.problem:
             return first, Row("direct", "", "uninterrupted", 0, "error", None, trail.problem)
     if final_divergence(first, second) is None:
         return first, Row("direct", "", "uninterrupted, twice", 0, "equal")
-    (third,) = prover.trails([Route("direct-3")])
+    (third,) = prover.bench.run([prover.follow(Route("direct-3"))])
     found = first_divergence(first, third)
     parting = found[0] if found else final_divergence(first, third)
     if parting is not None:
@@ -1319,24 +1348,23 @@ def uninterrupted(
 
 
 def measure(
-    prover: Prover,  # that made the trails
+    prover: Prover,  # that found the row
     direct: Trail,  # uninterrupted
-    trail: Trail,  # another run
+    route: Route,  # another run's
     row: Row,  # that tells where the two part
 ) -> Row:  # with the size of the difference
-    "Go to the first difference once more, in both runs, and read off how large it is."
+    "Go the same route again, and read both states off where they first differ."
+    (trail,) = prover.bench.run([prover.follow(replace(route, name=f"{route.name}-again"))])
     seen = first_divergence(direct, trail)
     if seen is None or row.divergence is None:
         return row
     _, (number, step) = seen
-    routes = [Route("measure-direct", dump=(0, step)),
-              replace(trail.route, name="measure-recovered", dump=(number, step))]
-    dumps = []
-    for again in prover.trails(routes):
-        dumps += sorted(again.folder.glob("*.safetensors"))
+    routes = [Route("measured-direct", dump=(0, step)), replace(route, name="measured", dump=(number, step))]
+    trails = prover.bench.run([prover.follow(again) for again in routes])
+    dumps = [dump for trail in trails for dump in sorted(trail.folder.glob("*.safetensors"))]
     return replace(row, divergence=_measured(row.divergence, *dumps)) if len(dumps) == 2 else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-085
+# %% ../nbs/07_equivalence.ipynb #cell-087
 def _participant_kind(
     reference: dict[int, _Record],  # an uninterrupted run by step
     path: str,  # of a leaf
@@ -1351,8 +1379,8 @@ def knocked_out(
 ) -> Knockout:
     "Say whether the loss of one participant was noticed, and by what."
     name = trail.route.drop[0]
-    if trail.problem:
-        return Knockout(name, "refused", trail.problem)
+    if trail.problem:  # before the resume nothing was left out yet
+        return Knockout(name, "refused" if len(trail.attempts) > 1 else "not run", trail.problem)
     reference, resumed = _by_step(direct), trail.attempts[-1].events("started", "step")
     found = [(line["step"], parted(reference[line["step"]], line) if line["step"] in reference else ["step"])
              for line in resumed]
@@ -1374,7 +1402,7 @@ def _learns(
     return not names or any(record["state"][path] != reference[0]["state"][path]
                             for record in reference.values() for path in names if path in record["state"])
 
-# %% ../nbs/07_equivalence.ipynb #cell-086
+# %% ../nbs/07_equivalence.ipynb #cell-088
 def _weigh(
     rows: Sequence[Row],  # of recovered runs
     knockouts: Sequence[Knockout],  # may be empty
@@ -1392,15 +1420,15 @@ def _weigh(
         return Verdict.NOT_EXERCISED, f"{len(missed)} of {len(rows)} interruptions did not happen ({missed[0].detail})"
     if not _learns(_by_step(direct)):
         return Verdict.NOT_EXERCISED, "no step changes a module's state, so the run has nothing to lose"
-    if knockouts and all(knocked.outcome == "changes nothing" for knocked in knockouts):
+    if knockouts and not any(knocked.noticed for knocked in knockouts):
         return Verdict.NOT_EXERCISED, "no participant's loss changes anything, so this proof could not have failed"
     kills = sum(row.stopped.startswith("SIGKILL") for row in rows)
     parts = [f"{kills} killed" if kills else "", f"{len(rows) - kills} stopped" if len(rows) > kills else ""]
     told = f"all {len(rows)} recovered runs ({', '.join(filter(None, parts))}) are bitwise equal to the direct run"
-    silent = [knocked.participant for knocked in knockouts if knocked.outcome == "changes nothing"]
+    silent = [knocked.participant for knocked in knockouts if not knocked.noticed]
     return Verdict.EQUIVALENT, told + (f"; not exercised: {', '.join(silent)}" if silent else "")
 
-# %% ../nbs/07_equivalence.ipynb #cell-087
+# %% ../nbs/07_equivalence.ipynb #cell-089
 def prove(
     prover: Prover,  # with an empty workspace
     wishes: Wishes,  # what to interrupt
@@ -1422,15 +1450,21 @@ def prove(
         middle = Interruption(prover.steps // 2, "step boundary", "clean")
         drops = [Route(f"without-{name}", (middle,), (name,)) for name in _by_step(direct)[0]["participants"]]
     disable = None if show_progress is None else not show_progress
-    with tqdm(total=len(routes) + len(drops), desc="proof", unit="run", disable=disable) as bar:
-        trails = prover.trails([*routes, *drops], bar)
-    rows = [prover.row(direct, trail) for trail in trails[:len(routes)]]
-    knockouts = tuple(knocked_out(direct, trail) for trail in trails[len(routes):])
+    paths = [prover.recovered(direct, route) for route in routes] + [prover.knocked_out(direct, drop) for drop in drops]
+    with tqdm(total=len(paths), desc="proof", unit="run", disable=disable) as bar:
+        found = prover.bench.run(paths, bar)
+    rows, knockouts = found[:len(routes)], tuple(found[len(routes):])
     worst = next((i for i, row in enumerate(rows) if row.outcome == "different"), None)
     if worst is not None:
-        rows[worst] = measure(prover, direct, trails[worst], rows[worst])
+        rows[worst] = measure(prover, direct, routes[worst], rows[worst])
     verdict, reason = _weigh(rows, knockouts, direct)
     return Proof(verdict, reason, (first, *rows), knockouts, prover.steps, _told_of(prover, direct))
+
+# %% ../nbs/07_equivalence.ipynb #cell-090
+def _compared(begun: _Record) -> dict[str, int]:
+    "Count the tensors and values of each participant that were compared after every step."
+    names = [_participant_of(path) for path in begun.get("state", {})]
+    return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
 def _told_of(
@@ -1441,10 +1475,11 @@ def _told_of(
     begun = direct.attempts[0].events("started") if direct.attempts else []
     return {"threads": prover.threads, "jobs": prover.bench.jobs,
             "attempts": prover.bench.started, "steps_run": prover.steps_run,
+            "compared": _compared(begun[0]) if begun else {},
             "processes": "one" if prover.bench.in_process else "one for each attempt",
             "environment": begun[0]["environment"] if begun else None}
 
-# %% ../nbs/07_equivalence.ipynb #cell-088
+# %% ../nbs/07_equivalence.ipynb #cell-091
 def _usable_cores() -> int:  # at least 1
     "Count the cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1501,7 +1536,7 @@ def prove_restart(
     with _workspace_for(directory) as workspace:
         return prove(Prover(bench, workspace, steps, threads, directory is not None), wishes, progress_bar)
 
-# %% ../nbs/07_equivalence.ipynb #cell-089
+# %% ../nbs/07_equivalence.ipynb #cell-092
 def _middle_steps(
     steps: int,  # length of the run
     save_every: int,  # steps between its checkpoints
