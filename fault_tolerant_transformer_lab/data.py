@@ -331,8 +331,8 @@ def _open_text(config: ExperimentConfig, rest: str) -> DataSplits:
         raise DataError(f"cannot read {error.filename!r}: {error.strerror}: mend it or leave it out") from error
     if not documents:
         raise DataError(
-            f"expected text in {rest!r}, got {len(files)} empty files ({passed_over} hidden, linked or special "
-            "entries passed over): name a file or a folder that holds text"
+            f"expected text in {rest!r}, got none: {len(files)} empty, {passed_over} hidden, linked or special and "
+            "passed over: name a file or a folder that holds text"
         )
     return _text_splits(documents, config, "text", {"path": rest, "files": len(files), "passed_over": passed_over})
 
@@ -406,6 +406,11 @@ def _open_tokens(config: ExperimentConfig, rest: str) -> DataSplits:
     dtype, path = (width, Path(tail)) if width in ("uint16", "uint32") and tail else ("uint16", Path(rest))
     if stat.S_ISDIR(_path_mode(path, config.data)):
         rule = "train.bin-val.bin"
+        if absent := [name for name in ("train.bin", "val.bin") if not (path / name).exists()]:
+            raise DataError(
+                f"expected train.bin and val.bin in {os.fspath(path)!r}, got no {' and no '.join(absent)}: "
+                "add it, or name a single file, whose last tenth is then held out"
+            )
         train, n_train = _token_file(path / "train.bin", dtype, config.data)
         held_out, n_held_out = _token_file(path / "val.bin", dtype, config.data)
     else:
@@ -584,7 +589,7 @@ class StepBatches:
         "`batch` under the name by which a `torch.utils.data.DataLoader` asks for it."
         return self.batch(step)
 
-# %% ../nbs/02_data.ipynb #cell-083
+# %% ../nbs/02_data.ipynb #cell-084
 def sample_generator(
     seed: int,  # the experiment's
     step: int,  # from 0
@@ -594,7 +599,7 @@ def sample_generator(
     key = int.from_bytes(keyed_bytes(16, "randomness of a sample", seed, step, index), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
-# %% ../nbs/02_data.ipynb #cell-087
+# %% ../nbs/02_data.ipynb #cell-088
 def evaluation_batches(
     source: TokenSource,  # usually the held-out part
     *,

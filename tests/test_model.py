@@ -175,15 +175,17 @@ def test_generate_uses_the_given_generator_only_and_restores_modes_after_an_erro
     assert [module.training for module in model.modules()] == modes
 
 
-def test_generate_reads_the_last_tokens_once_the_text_outgrows_the_window():
+def test_generate_draws_from_the_last_window_once_the_text_outgrows_it():
     model = Transformer(vocab_size=16, block_size=4, d_model=8, n_heads=2, n_layers=1).eval()
     with torch.no_grad():
-        model.position_embedding.weight.normal_()  # else a token predicts itself
-    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
-    written = generate(model, prompt, 3, torch.Generator(), temperature=0.0)
-    with torch.no_grad():
-        for i in range(7, 10):
-            assert written[0, i] == model(written[:, i - 4 : i])[0, -1].argmax()
+        for parameter in model.parameters():
+            parameter.normal_()  # far from the start, where every token is about as likely
+        expected, generator = torch.tensor([[3, 1, 4, 1, 5, 9, 2]]), torch.Generator().manual_seed(1)
+        for _ in range(20):
+            scores = model(expected[:, -4:])[:, -1] / 0.7
+            expected = torch.cat([expected, torch.multinomial(scores.softmax(-1), 1, generator=generator)], dim=1)
+    written = generate(model, expected[:, :7], 20, torch.Generator().manual_seed(1), temperature=0.7)
+    assert torch.equal(written, expected)
 
 
 @pytest.mark.parametrize("temperature", [-0.1, math.inf, math.nan])
