@@ -280,9 +280,14 @@ class MemoryTensor:
         return self.data.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _leaf_text(leaf: object) -> str:
+def _is_tensor(leaf: Any) -> bool:
+    "Whether a leaf is a tensor, live or stored (asked of every leaf, and `isinstance` with a protocol is slow)."
+    return isinstance(leaf, Tensor | MemoryTensor) or (type(leaf) not in _PLAIN and hasattr(leaf, "load_into"))
+
+
+def _leaf_text(leaf: Any) -> str:
     "A leaf as a message shows it: dtype and shape of a tensor, else the value."
-    if isinstance(leaf, Tensor | StoredTensor):
+    if _is_tensor(leaf):
         shape = ", ".join(map(str, leaf.shape)) + "," * (len(leaf.shape) == 1)
         return f"{str(leaf.dtype).removeprefix('torch.')} ({shape})"
     return shown(leaf)
@@ -419,7 +424,7 @@ class Progress:
         if wrong := [key for key, kind in expected.items() if type(state.get(key)) is not kind]:
             raise ContractError(f"expected a Progress with {', '.join(wrong)}, the checkpoint has {sorted(state)}")
         losses = state.get("losses")
-        if not isinstance(losses, Tensor | StoredTensor) or _leaf_text(losses) != f"float64 ({state['step']},)":
+        if not _is_tensor(losses) or _leaf_text(losses) != f"float64 ({state['step']},)":
             raise ContractError(f"expected {state['step']} losses as float64, the checkpoint has {_leaf_text(losses)}")
 
     def load_state_dict(
@@ -823,7 +828,7 @@ def _module_differences(name: str, module: torch.nn.Module, saved: Mapping[Any, 
 def _tied_paths(tree: State, key: Callable[[Any], Any], among: set[str]) -> dict[str, str]:
     "Path of each tensor to the first path at which the same tensor stands."
     first: dict[Any, str] = {}
-    tensors = ((format_path(path), leaf) for path, leaf in walk(tree) if isinstance(leaf, Tensor | StoredTensor))
+    tensors = ((format_path(path), leaf) for path, leaf in walk(tree) if _is_tensor(leaf))
     counted = ((path, leaf) for path, leaf in tensors if path in among and 0 not in leaf.shape)
     return {path: first.setdefault(key(leaf), path) for path, leaf in counted}
 
@@ -869,7 +874,7 @@ def _optimizer_differences(name: str, optimizer: torch.optim.Optimizer, saved: M
     numbers = [number for group in saved_groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):
         for key, leaf in saved["state"].get(number, {}).items():
-            if key in _PARAMETER_SHAPED and isinstance(leaf, Tensor | StoredTensor) and leaf.shape != parameter.shape:
+            if key in _PARAMETER_SHAPED and _is_tensor(leaf) and leaf.shape != parameter.shape:
                 sides = (f"shape {tuple(leaf.shape)}", f"shape {tuple(parameter.shape)}")
                 yield Drift(f"{name}.state[{number}].{key}", *sides)
 
@@ -919,6 +924,7 @@ class _Filling:
         self.allocate = allocate  # memory for a tensor without live counterpart; None for contiguous CPU memory
         self.loaded: dict[int, Tensor] = {}  # by stored tensor, so that tied tensors stay one
         self.taken: set[TensorKey] = set()  # live tensors already filled, which no other stored tensor may overwrite
+        self.complete = True  # whether filling alone has done it: every leaf was a live tensor
 
     def tree(
         self,
@@ -936,7 +942,12 @@ class _Filling:
             if hasattr(live, "_metadata"):
                 filled._metadata = live._metadata
             return filled
-        return saved if type(saved) in _PLAIN else self.tensor(saved, live, path)
+        if type(saved) in _PLAIN:
+            self.complete = False
+            return saved
+        filled = self.tensor(saved, live, path)
+        self.complete &= isinstance(live, Tensor) and _is_same(filled, live)
+        return filled
 
     def tensor(
         self,
@@ -954,6 +965,8 @@ class _Filling:
         else:
             self.taken.add(tensor_key(out))
             stored.load_into(out)
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # a backward pass through the old values must fail
         self.loaded[id(saved)] = out
         return out
 
@@ -961,6 +974,10 @@ class _Filling:
         if not isinstance(live, Tensor) or _tensor_refusal(live) or live.is_inference() or _overlaps_itself(live):
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -994,7 +1011,10 @@ def _allocator(participant: Any) -> Callable[[Path, Any], Tensor | None]:
 def _load(name: str, participant: Any, saved: State, live: State) -> None:
     "Fill the live tensors and hand the tree to the participant."
     participant = _unwrapped(participant)
-    state = _Filling(_allocator(participant)).tree(saved, live)  # what this raises is a reader's error, and stays it
+    filling = _Filling(_allocator(participant))
+    state = filling.tree(saved, live)  # what this raises is a reader's error, and stays it
+    if filling.complete and isinstance(participant, torch.nn.Module) and _loads_as_torch_does(participant):
+        return  # torch would copy each tensor onto itself, in a time quadratic in the number of layers side by side
     try:
         participant.load_state_dict(state)
     except Exception as error:

@@ -372,6 +372,32 @@ def test_a_restore_fills_parameters_and_moments_in_place():
     assert torch.equal(moment, saved.tree["optimizer"]["state"][0]["exp_avg"].load())
 
 
+def test_a_backward_pass_through_restored_weights_fails_instead_of_mixing_two_states():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    contract = Contract(model=model)
+    saved = freeze(contract.capture(step=0))
+    loss = model(torch.ones(1, 2)).sum()
+    contract.restore(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_plain_module_is_filled_and_one_with_its_own_loading_is_asked():
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(300))
+    contract = Contract(model=model)
+    saved = freeze(contract.capture(step=0))
+    calls = []
+    model.load_state_dict = calls.append  # an override makes it somebody's own code, which must be called
+    contract.restore(saved)
+    assert len(calls) == 1
+    del model.load_state_dict
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.zero_()
+    contract.restore(saved)
+    assert all(torch.equal(layer.weight, saved.tree["model"][f"{i}.weight"].load()) for i, layer in enumerate(model))
+
+
 def test_new_moments_take_the_strides_of_their_parameter():
     def convolution():
         layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
