@@ -7,8 +7,8 @@ __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at
            'make_optimizer', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients', 'TrainingError',
            'NonFiniteLossError', 'Interrupted', 'signal_name', 'no_boundary', 'untouched', 'evaluation_loss',
            'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
-           'MetricsLog', 'RunResult', 'write_json', 'versions', 'earlier_starts', 'Session', 'check_resume', 'restore',
-           'open_log', 'write_manifest', 'advance_to', 'finish', 'train']
+           'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'Session', 'check_resume', 'restore', 'open_log',
+           'write_manifest', 'advance_to', 'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import os
-import platform
 import signal
 import sys
 import threading
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -290,6 +288,7 @@ class TrainingRun:
         config, step = self.config, self.progress.step + 1
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(config, step - 1)
+        self.model.train()  # the mode is no state: whoever looked at the model in another mode changes nothing
         micro_batches = self.batches.batch(step - 1)
         self.on_boundary("before_forward", step)
         loss = accumulate_gradients(self.model, micro_batches, config.precision)
@@ -335,10 +334,15 @@ def stop_signals() -> Iterator[StopRequest]:
     ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
 
     def put_back() -> None:
+        "Give the signals back to whoever had them."
         for number in ours:
             signal.signal(number, before[number])
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def remember(
+        number: int,  # of the signal
+        frame: FrameType | None,  # where it struck; it does not matter
+    ) -> None:
+        "The handler of the first signal."
         request.signal = number
         put_back()
 
@@ -377,7 +381,10 @@ def reconcile(
     rebuilt: list[int] = []
     last = 0
 
-    def fill(before: int) -> None:
+    def fill(
+        before: int,  # the next step that has a line
+    ) -> None:
+        "Write the due lines between the last line kept and the next."
         for step in range(last // every * every + every, before, every):
             rebuilt.append(step)
             lines.append(encode_line(known(step) | {"rebuilt": True}))
@@ -534,17 +541,6 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk)
 
-
-def versions() -> dict[str, str]:  # by package
-    "Versions of what the run was computed and stored with."
-    found = {"python": platform.python_version()}
-    for name in ("fault-tolerant-transformer-lab", "torch", "numpy", "safetensors", "blake3", "pydantic"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
-
 # %% ../nbs/06_training.ipynb #cell-061
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
@@ -632,7 +628,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-
+# %% ../nbs/06_training.ipynb #cell-071
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -649,7 +645,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-069
+# %% ../nbs/06_training.ipynb #cell-073
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -674,14 +670,16 @@ def write_manifest(
     "Write down what is about to be trained, in which environment, and how often that was begun."
     path, config = session.directory / "manifest.json", session.run.config
     session.starts = [*earlier_starts(path), session.run.progress.step]
-    contract = session.run.contract
+    contract, environment = session.run.contract, session.run.contract.environment()
+    recorded = environment["recorded"]
+    versions = {"python": recorded["python"], "torch": environment["decides"]["torch"]} | recorded["packages"]
     write_json(path, {
         "config": config.describe(), "fingerprint": config.fingerprint(), "identity": contract.identity(),
-        "parameters": n_parameters(session.run.model), "environment": contract.environment(),
-        "versions": versions(), "starts": session.starts,
+        "parameters": n_parameters(session.run.model), "environment": environment, "versions": versions,
+        "starts": session.starts,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-071
+# %% ../nbs/06_training.ipynb #cell-075
 def advance_to(
     session: Session,  # with its log open
     goal: int,  # completed steps to reach
@@ -724,7 +722,7 @@ def finish(
     write_json(session.directory / "result.json", result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-072
+# %% ../nbs/06_training.ipynb #cell-076
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
