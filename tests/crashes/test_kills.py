@@ -6,14 +6,18 @@ import pytest
 
 from fault_tolerant_transformer_lab.crashes import (
     Expectation,
+    FailingDisk,
     Found,
     KillingDisk,
     continue_example,
+    fail_everywhere,
+    fail_once,
     in_child,
     in_parallel,
     kill_everywhere,
     violations,
 )
+from fault_tolerant_transformer_lab.publication import PublicationError, RecordingDisk
 
 
 @pytest.mark.parametrize("before", [0, 3], ids=["first save", "save with retention"])
@@ -48,3 +52,26 @@ def test_children_tell_their_result_their_error_and_their_signal():
         failed.value()
     assert in_child(lambda: signal.raise_signal(signal.SIGKILL)).signal == signal.SIGKILL
     assert in_parallel(lambda i, n: [i, n], 3) == [[0, 3], [1, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["first save", "save with retention"])
+def test_every_errno_at_every_operation_is_told_costs_nothing_and_is_not_repeated(memory_dir, before):
+    tried = fail_everywhere(memory_dir, before)
+    assert tried.lost == 0, tried.examples
+    assert tried.tried >= 150
+
+
+def test_a_sync_that_is_tried_again_is_noticed(memory_dir):
+    class Stubborn(FailingDisk):
+        def fsync(self, fd):
+            try:
+                super().fsync(fd)
+            except PublicationError:
+                super().fsync(fd)
+
+    store = memory_dir / "checkpoints"
+    counted = RecordingDisk()
+    continue_example(memory_dir / "counted", 1, counted)
+    [k] = [k for k, record in enumerate(counted.records) if record.name == "fsync"]
+    wrong = fail_once(store, 0, Stubborn(k, "EIO"))
+    assert "fsync was tried again" in wrong and "no error was raised" in wrong

@@ -1,0 +1,155 @@
+"""Every state that a file system may leave after power loss: the model of it, the mutants, and the real store on each."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from fault_tolerant_transformer_lab.crashes import (
+    BLOCK,
+    MUTANTS,
+    PROFILES,
+    BrokenSync,
+    Expectation,
+    FileSystem,
+    PageCache,
+    convict,
+    crash_states,
+    distinct_states,
+    judge_states,
+    record_saves,
+)
+from fault_tolerant_transformer_lab.publication import Recorded, RecordingDisk
+
+# The model, against states written down by hand
+
+
+def op(name, path, target=None, data=None, offset=None, error=None):
+    n_bytes = None if data is None else len(data)
+    return Recorded(name, Path("/r") / path, target and Path("/r") / target, offset, n_bytes, data, name, error)
+
+
+def states(profile, *records, files=None):
+    system = FileSystem(profile, Path("/r"), files)
+    for record in records:
+        system.apply(record)
+    return {tuple(sorted(state.items())) for state in system.states()}
+
+
+def test_nothing_pending_leaves_one_state():
+    assert states("weak", files={"a": b"x"}) == {(("a", b"x"),)}
+
+
+def test_an_unsynced_file_may_be_absent_empty_zeros_garbage_or_whole():
+    found = states("weak", op("create", "a"), op("write", "a", data=b"xy", offset=0))
+    assert found == {(), (("a", b""),), (("a", b"\0\0"),), (("a", b"\xa5\xa5"),), (("a", b"xy"),)}
+
+
+def test_fsync_of_the_file_pins_bytes_and_length_and_not_the_name():
+    found = states("weak", op("create", "a"), op("write", "a", data=b"xy", offset=0), op("fsync", "a"))
+    assert found == {(), (("a", b"xy"),)}
+
+
+def test_fsync_of_the_directory_pins_names_and_not_bytes():
+    found = states("weak", op("create", "a"), op("write", "a", data=b"x", offset=0), op("sync_directory", "."))
+    assert found == {(("a", b""),), (("a", b"\0"),), (("a", b"\xa5"),), (("a", b"x"),)}
+
+
+def test_blocks_are_torn_apart_from_each_other():
+    old, new = b"o" * (2 * BLOCK), b"n" * (2 * BLOCK)
+    found = states("ordered", op("write", "a", data=new, offset=0), files={"a": old})
+    assert {dict(state)["a"] for state in found} == {
+        a + b for a, b in itertools.product((b"o" * BLOCK, b"n" * BLOCK), repeat=2)}
+
+
+def test_names_keep_their_order_in_one_profile_only():
+    records = op("replace", "a", target="b"), op("unlink", "c")
+    files = {"a": b"1", "c": b"3"}
+    before, renamed, both = (("a", b"1"), ("c", b"3")), (("b", b"1"), ("c", b"3")), (("b", b"1"),)
+    assert states("ordered", *records, files=files) == {before, renamed, both}
+    assert states("weak", *records, files=files) == {before, renamed, both, (("a", b"1"),)}
+
+
+def test_a_rename_may_leave_both_names_or_neither_where_it_is_not_atomic():
+    found = states("non-atomic rename", op("replace", "a", target="b"), files={"a": b"1"})
+    assert found == {(("a", b"1"),), (("b", b"1"),), (("a", b"1"), ("b", b"1")), ()}
+    assert len(states("weak", op("replace", "a", target="b"), files={"a": b"1"})) == 2
+
+
+def test_a_file_in_a_directory_that_never_arrived_is_not_there():
+    found = states("weak", op("make_directory", "d"), op("create", "d/a"))
+    assert found == {(), (("d", None),), (("d", None), ("d/a", b""))}
+
+
+def test_a_failed_fsync_leaves_blocks_that_no_later_fsync_writes():
+    file = PageCache()
+    file.write(0, b"x")
+    file.fsync(failed=True)
+    file.fsync(failed=False)
+    assert set(file.variants()) == {b"\0", b"x"}
+    file.write(0, b"y")
+    file.fsync(failed=False)
+    assert file.variants() == [b"y"], "a block that is written again is written again"
+
+
+def test_failed_operations_change_nothing():
+    assert states("weak", op("unlink", "a", error="EIO"), files={"a": b"x"}) == {(("a", b"x"),)}
+
+
+# The real store
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_missing_line_is_caught(memory_dir, mutant):
+    caught = convict(mutant, memory_dir)
+    assert caught is not None and caught.wrong
+    by_hand = {
+        "no fsync of the file": "acknowledged step 5 is lost",
+        "no fsync of the directory": "acknowledged step 5 is lost",
+        "no temporary name": "published and not whole: step-00000005",
+        "rename before fsync": "published and not whole: step-00000005",
+        "retention before publication": "2 whole checkpoints, expected 3",
+        "fsync retried": "acknowledged step 5 is lost",
+    }
+    assert by_hand[mutant] in caught.wrong[0]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_crashes_after_the_last_save_are_looked_at_first(memory_dir, profile):
+    disk = RecordingDisk(keep_data=True)
+    recording = record_saves(memory_dir, before=3, saves=1, disk=disk, n_blocks=2)
+    promises = [promise for _, promise, _ in crash_states(recording, profile)]
+    assert promises[0] == Expectation(4, 4, 3) and promises[-1] == Expectation(3, 3, 3)
+    assert Expectation(3, 4, 3) in promises
+
+
+def test_ten_thousand_states_of_saves_with_retention_keep_every_promise(memory_dir):
+    disk = RecordingDisk(keep_data=True)
+    (memory_dir / "recorded").mkdir()
+    recording = record_saves(memory_dir / "recorded", before=3, saves=2, disk=disk, n_blocks=10)
+    assert [record.name for record in recording.records].count("unlink") == 2
+    found = distinct_states(recording)
+    assert len(found) >= 10_000
+    tried = judge_states(recording, found, memory_dir, n_workers=2)
+    assert tried.tried == len(found) and tried.lost == 0, tried.examples
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_after_a_failed_fsync_the_store_writes_anew_and_loses_nothing(memory_dir, nth):
+    (memory_dir / "recorded").mkdir()
+    disk = BrokenSync(keep_data=True, nth=nth)
+    recording = record_saves(memory_dir / "recorded", before=3, saves=2, disk=disk, n_blocks=3)
+    assert any(record.error == "EIO" for record in recording.records)
+    found = distinct_states(recording)
+    tried = judge_states(recording, found, memory_dir)
+    assert tried.tried > 80 and tried.lost == 0, tried.examples
+
+
+def test_every_state_of_a_first_save(memory_dir):
+    (memory_dir / "recorded").mkdir()
+    disk = RecordingDisk(keep_data=True)
+    recording = record_saves(memory_dir / "recorded", before=0, saves=1, disk=disk, n_blocks=4)
+    found = distinct_states(recording)
+    assert {} in [state.content for state in found.values()], "not even the directory was there"
+    tried = judge_states(recording, found, memory_dir)
+    assert tried.tried > 60 and tried.lost == 0, tried.examples
