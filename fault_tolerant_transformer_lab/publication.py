@@ -53,7 +53,7 @@ _REMEDIES = {
     errno.EINTR: "a signal interrupted the call: save again",
     errno.EEXIST: "something else already has this name: look at it and remove it",
     errno.ELOOP: "this name is a symbolic link, which is never followed: put the real file or directory there",
-    errno.ENOTDIR: "a part of this path is not a directory: remove it or choose another directory",
+    errno.ENOTDIR: "this is not a directory (a link is never followed): remove it or choose another directory",
     errno.ENOENT: "the directory was moved or deleted: put it back or open the store again",
     errno.ENOLCK: "this file system cannot lock: use a local one",
     errno.EOPNOTSUPP: "this file system does not support the operation: use a local one",

@@ -1035,6 +1035,17 @@ def test_a_linked_store_is_resolved_once_and_later_exchanges_change_nothing(dire
     assert sorted(contents(tmp_path / "moved")) == [generation_name(2)]
 
 
+def test_a_store_exchanged_for_a_link_before_it_is_opened_is_refused(directory, tmp_path):
+    directory.mkdir()
+    store = CheckpointStore(directory)
+    directory.rmdir()
+    directory.symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(PublicationError, match="open_directory.*ENOTDIR.*link is never followed"), store:
+        pass
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_a_link_at_a_small_files_name_is_replaced_and_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("precious")
