@@ -279,7 +279,7 @@ class MemoryTensor:
         "The elements as a new contiguous tensor."
         return self.data.detach().clone(memory_format=torch.contiguous_format)
 
-
+# %% ../nbs/03_contract.ipynb #cell-036
 def _is_tensor(leaf: Any) -> bool:
     "Whether a leaf is a tensor, live or stored (asked of every leaf, and `isinstance` with a protocol is slow)."
     return isinstance(leaf, Tensor | MemoryTensor) or (type(leaf) not in _PLAIN and hasattr(leaf, "load_into"))
@@ -292,7 +292,7 @@ def _leaf_text(leaf: Any) -> str:
         return f"{str(leaf.dtype).removeprefix('torch.')} ({shape})"
     return shown(leaf)
 
-# %% ../nbs/03_contract.ipynb #cell-037
+# %% ../nbs/03_contract.ipynb #cell-038
 @dataclass(frozen=True)
 class Segment:
     "One stretch of a run: where it began, from what, and under which conditions."
@@ -331,7 +331,7 @@ class SavedState(Snapshot):
     "A snapshot that was saved: its tensors are `StoredTensor`s, and its bits have a digest."
     state_digest: str  # identifies the tree's bits
 
-# %% ../nbs/03_contract.ipynb #cell-039
+# %% ../nbs/03_contract.ipynb #cell-040
 def map_tensors(
     tree: State,  # a state tree
     function: Callable[[Any], Any],  # from a tensor, or a `StoredTensor`, to its replacement
@@ -366,7 +366,7 @@ def freeze(
     values = {f.name: getattr(snapshot, f.name) for f in fields(Snapshot)}
     return SavedState(**values | {"tree": map_tensors(snapshot.tree, _copy)}, state_digest=state_digest)
 
-# %% ../nbs/03_contract.ipynb #cell-041
+# %% ../nbs/03_contract.ipynb #cell-042
 @runtime_checkable
 class Stateful(Protocol):
     "Whoever has these two methods can take part."
@@ -380,7 +380,7 @@ class Stateful(Protocol):
     ) -> Any:
         "Continue from that state."
 
-# %% ../nbs/03_contract.ipynb #cell-044
+# %% ../nbs/03_contract.ipynb #cell-045
 class Progress:
     "How far a run is: completed steps, tokens, every loss, and one digest over all batches so far."
 
@@ -437,7 +437,7 @@ class Progress:
         self._history = torch.zeros(max(64, 2 * self.step), dtype=torch.float64)
         self._history[: self.step] = state["losses"]
 
-# %% ../nbs/03_contract.ipynb #cell-048
+# %% ../nbs/03_contract.ipynb #cell-049
 def _from_numpy(value: Any) -> Any:
     "NumPy's description of a generator as a state tree: arrays as tensors, numbers as Python's."
     if isinstance(value, dict):
@@ -484,7 +484,7 @@ def _require_same_generator(here: State, saved: State) -> None:
             sides = f"expected {_leaf_text(leaf)}, the checkpoint has {_leaf_text(there)}"
             raise ContractError(f"{format_path(path)}: {sides}; use the generator that the checkpoint's run used")
 
-# %% ../nbs/03_contract.ipynb #cell-049
+# %% ../nbs/03_contract.ipynb #cell-050
 class RandomGenerators:
     "Python's, NumPy's and torch's global generators: the CPU's, every CUDA device's once CUDA is in use, and MPS."
 
@@ -537,7 +537,7 @@ class RandomGenerators:
         if "mps" in state and torch.backends.mps.is_available():
             torch.mps.set_rng_state(state["mps"].cpu())
 
-# %% ../nbs/03_contract.ipynb #cell-052
+# %% ../nbs/03_contract.ipynb #cell-053
 @contextmanager
 def generators_undisturbed() -> Iterator[None]:
     "Whatever is drawn inside, the global generators go on afterwards as if nothing had been."
@@ -548,7 +548,7 @@ def generators_undisturbed() -> Iterator[None]:
     finally:
         generators.load_state_dict(before)
 
-# %% ../nbs/03_contract.ipynb #cell-055
+# %% ../nbs/03_contract.ipynb #cell-056
 class NamedGenerator:
     "A `torch.Generator`, `numpy.random.Generator`, `RandomState` or `random.Random` of one's own as a participant."
 
@@ -605,7 +605,7 @@ def _generator_kind(generator: object) -> str:
         return {"Generator": "numpy", "RandomState": "numpy legacy"}.get(type(generator).__name__, "")
     return ""
 
-# %% ../nbs/03_contract.ipynb #cell-058
+# %% ../nbs/03_contract.ipynb #cell-059
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
            "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC")  # read once by oneDNN and MKL, when the process first computes
 _VECTOR_INSTRUCTIONS = re.compile(r"avx|amx|fma|f16c|sve|neon|bf16")
@@ -627,7 +627,7 @@ def _build_facts() -> dict[str, Any]:
         "cpu_instructions": " ".join(sorted(instructions)),
     }
 
-# %% ../nbs/03_contract.ipynb #cell-060
+# %% ../nbs/03_contract.ipynb #cell-061
 def _switches() -> dict[str, Any]:
     "Facts that the program or its shell can change."
     onednn, cuda = torch.backends.mkldnn, torch.backends.cuda
@@ -666,7 +666,7 @@ def _world_size() -> int:
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
 
-# %% ../nbs/03_contract.ipynb #cell-062
+# %% ../nbs/03_contract.ipynb #cell-063
 _CUDA_LIMITS = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 
 
@@ -696,7 +696,7 @@ def _device_name(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda: {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
-# %% ../nbs/03_contract.ipynb #cell-064
+# %% ../nbs/03_contract.ipynb #cell-065
 def _is_compiled_wrapper(participant: Any) -> bool:
     return isinstance(participant, torch.nn.Module) and type(participant).__name__ == "OptimizedModule"
 
@@ -726,7 +726,7 @@ def _lasting_tensors(participant: Any) -> Iterator[Tensor]:
             elif isinstance(value, Tensor):
                 yield value
 
-# %% ../nbs/03_contract.ipynb #cell-066
+# %% ../nbs/03_contract.ipynb #cell-067
 @lru_cache(maxsize=1)
 def _recorded_facts() -> dict[str, Any]:
     "Facts that decide no bits."
@@ -761,7 +761,7 @@ def environment_identity(
         decides |= _cuda_facts()
     return {"decides": decides, "recorded": _recorded_facts()}
 
-# %% ../nbs/03_contract.ipynb #cell-076
+# %% ../nbs/03_contract.ipynb #cell-077
 _OPTIMIZER_METHODS = ("load_state_dict", "state_dict", "__setstate__", "_process_value_according_to_param_policy")
 _OPTIMIZER_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
                     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -807,7 +807,7 @@ def _state_of(name: str, participant: Any) -> State:
         raise ContractError(f"{name}: expected state_dict() to return a dict, got {_named(state)}; return {{'x': x}}")
     return state_tree(state, (name,))
 
-# %% ../nbs/03_contract.ipynb #cell-079
+# %% ../nbs/03_contract.ipynb #cell-080
 def _side(leaf: object) -> object:
     return ABSENT if leaf is ABSENT else _leaf_text(leaf)
 
@@ -843,7 +843,7 @@ def _tie_differences(live: State, saved: State) -> list[Drift]:
              for path in here if path in there}
     return [Drift(path, *sides) for path, sides in words.items() if sides[0] != sides[1]]
 
-# %% ../nbs/03_contract.ipynb #cell-081
+# %% ../nbs/03_contract.ipynb #cell-082
 _PARAMETER_SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg",
                                "acc_delta", "sum", "exp_inf", "prev"})  # moments that torch's optimizers shape so
 
@@ -891,7 +891,7 @@ def _group_differences(
         elif (_is_switch(here) and _is_switch(there) or key == "param_names") and there is not ABSENT and here != there:
             yield Drift(f"{where}.{key}", there, here)
 
-# %% ../nbs/03_contract.ipynb #cell-083
+# %% ../nbs/03_contract.ipynb #cell-084
 def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any]) -> Iterator[Drift]:
     for key in sorted(map(str, live.keys() ^ saved.keys())):
         if not key.startswith("_"):  # torch's private bookkeeping changes between its releases
@@ -916,7 +916,21 @@ def _differences(name: str, participant: Any, saved: State) -> list[Drift]:
             raise ContractError(f"{name}: the checkpoint's state does not fit: {error}") from error
     return []
 
-# %% ../nbs/03_contract.ipynb #cell-085
+# %% ../nbs/03_contract.ipynb #cell-086
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    "Whether two elements may share memory, as in an expanded tensor or in sliding windows."
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+# %% ../nbs/03_contract.ipynb #cell-087
 class _Filling:
     "Builds the tree to load: the live tensors of a participant, filled in place where they fit, else new ones."
 
@@ -975,21 +989,7 @@ class _Filling:
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
 
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    "Whether two elements may share memory, as in an expanded tensor or in sliding windows."
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return tensor.numel() > 0
-        reach += stride * (size - 1)
-    return False
-
-# %% ../nbs/03_contract.ipynb #cell-086
+# %% ../nbs/03_contract.ipynb #cell-088
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -1031,7 +1031,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
             if isinstance(given, Tensor) and isinstance(held, Tensor) and held.dtype != given.dtype and key != "step":
                 optimizer.state[parameter][key] = given.to(held.device)
 
-# %% ../nbs/03_contract.ipynb #cell-088
+# %% ../nbs/03_contract.ipynb #cell-090
 @dataclass(frozen=True)
 class _Backup:
     "A participant as it was before the restore touched it."
@@ -1074,7 +1074,7 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-090
+# %% ../nbs/03_contract.ipynb #cell-092
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1113,7 +1113,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-092
+# %% ../nbs/03_contract.ipynb #cell-094
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1146,7 +1146,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-094
+# %% ../nbs/03_contract.ipynb #cell-096
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1185,7 +1185,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-096
+# %% ../nbs/03_contract.ipynb #cell-098
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1219,7 +1219,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-098
+# %% ../nbs/03_contract.ipynb #cell-100
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1280,7 +1280,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-100
+# %% ../nbs/03_contract.ipynb #cell-102
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1330,7 +1330,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-102
+# %% ../nbs/03_contract.ipynb #cell-104
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}

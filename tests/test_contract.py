@@ -317,7 +317,9 @@ def test_special_values_keep_their_bits():
 def test_conjugated_and_negated_views_are_saved_as_they_look():
     x = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     views = {"x": x, "conjugate": x.conj(), "negated": x.conj().imag}
-    saved = freeze(Contract(holder=Holder(**views)).capture(step=0))
+    snapshot = Contract(holder=Holder(**views)).capture(step=0)
+    assert not any(leaf.is_conj() or leaf.is_neg() for _, leaf in walk(snapshot.tree))  # their bytes are their values
+    saved = freeze(snapshot)
     holder = Holder()
     Contract(holder=holder).restore(saved)
     assert holder.state["conjugate"].tolist() == [1 - 2j, 3 + 4j] and holder.state["negated"].tolist() == [-2.0, 4.0]
