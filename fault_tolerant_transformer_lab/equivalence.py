@@ -421,6 +421,28 @@ class Driver(Protocol):
         ...
 
 # %% ../nbs/07_equivalence.ipynb #cell-040
+def _checked_run(
+    run: object,  # what `make_run` returned
+) -> RestartableRun:
+    "Refuse what is not a run, before the first step."
+    if isinstance(run, RestartableRun) and isinstance(run.contract, Contract):
+        return run
+    raise TypeError(f"make_run: expected an object with a `contract` (a Contract) and an `advance()` that does one "
+                    f"step and returns its loss, got {type(run).__name__}; see RestartableRun")
+
+
+def _restored_step(
+    store: CheckpointStore,  # with at least one generation
+    contract: Contract,  # restored in place
+    drop: Sequence[str] = (),  # participants left as they are
+) -> int:  # completed steps
+    "Restore a contract, all of it or all but a few."
+    kept = [name for name in contract.participants if name not in drop]
+    restored = store.restore(contract, only=kept if drop else None)
+    counted = _counted_step(contract)  # not the file's step where the progress itself was left out
+    return restored.step if counted is None else counted
+
+# %% ../nbs/07_equivalence.ipynb #cell-041
 @dataclass(frozen=True)
 class ContractDriver:
     "Drives any `RestartableRun` through a `CheckpointStore`."
@@ -463,29 +485,7 @@ class ContractDriver:
         witness.completed(step, loss)
         witness.boundary("after_update", step)
 
-
-def _checked_run(
-    run: object,  # what `make_run` returned
-) -> RestartableRun:
-    "Refuse what is not a run, before the first step."
-    if isinstance(run, RestartableRun) and isinstance(run.contract, Contract):
-        return run
-    raise TypeError(f"make_run: expected an object with a `contract` (a Contract) and an `advance()` that does one "
-                    f"step and returns its loss, got {type(run).__name__}; see RestartableRun")
-
-
-def _restored_step(
-    store: CheckpointStore,  # with at least one generation
-    contract: Contract,  # restored in place
-    drop: Sequence[str] = (),  # participants left as they are
-) -> int:  # completed steps
-    "Restore a contract, all of it or all but a few."
-    kept = [name for name in contract.participants if name not in drop]
-    restored = store.restore(contract, only=kept if drop else None)
-    counted = _counted_step(contract)  # not the file's step where the progress itself was left out
-    return restored.step if counted is None else counted
-
-# %% ../nbs/07_equivalence.ipynb #cell-042
+# %% ../nbs/07_equivalence.ipynb #cell-043
 @dataclass(frozen=True)
 class TrainingDriver:
     "Drives this lab's `train`: the real loop with its metrics log, its saves and its signal handling."
@@ -514,7 +514,7 @@ class TrainingDriver:
                     raise
                 witness.trace.write("stopped", signal=stopped.signal)
 
-# %% ../nbs/07_equivalence.ipynb #cell-043
+# %% ../nbs/07_equivalence.ipynb #cell-044
 @contextmanager
 def _watched_training(
     witness: Witness,  # sees the contract of every run that advances
@@ -554,7 +554,7 @@ def _dropping(
     finally:
         setattr(Contract, "restore", original)  # noqa: B010
 
-# %% ../nbs/07_equivalence.ipynb #cell-045
+# %% ../nbs/07_equivalence.ipynb #cell-046
 @dataclass(frozen=True)
 class Ended:
     "How one attempt ended, and what its witness wrote."
@@ -589,13 +589,16 @@ def _attempt_here(
         witness.trace.close()
     return True
 
-# %% ../nbs/07_equivalence.ipynb #cell-047
+# %% ../nbs/07_equivalence.ipynb #cell-048
 def _attempt_in_child(
     driver: Driver,  # what to run
     attempt: Attempt,  # which part of it
 ) -> None:
     "A child's main function: run one attempt, and do not outlive the process that asked for it."
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    with attempt.trace.with_suffix(".log").open("ab") as log:  # what a run prints is kept, and kept out of the report
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     _unseed()  # a forked child has its server's generators, and an unseeded run would seem to repeat itself
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a named semaphore, which a SIGKILL would leave behind
     if not _attempt_here(driver, attempt):
@@ -628,7 +631,7 @@ def _like_a_fresh_process() -> Iterator[None]:
         RandomGenerators().load_state_dict(generators)
         torch.set_num_threads(threads)
 
-# %% ../nbs/07_equivalence.ipynb #cell-048
+# %% ../nbs/07_equivalence.ipynb #cell-049
 # torch.optim imports torch._dynamo on first use, which takes a second: once in the server, not once in each child.
 _PRELOADED = ("fault_tolerant_transformer_lab.equivalence", "torch._dynamo")
 
@@ -658,7 +661,7 @@ def _check_picklable(
         raise TypeError(f"make_run: expected something that can be sent to a child process, got {name} "
                         f"({type(error).__name__}); {remedy}") from error
 
-# %% ../nbs/07_equivalence.ipynb #cell-049
+# %% ../nbs/07_equivalence.ipynb #cell-050
 class _Child:
     "A process that runs one attempt. Only one thread may start and reap: two would race for the exit status."
 
@@ -699,7 +702,7 @@ def _run_here(driver: Driver, attempt: Attempt) -> Ended:
         fine = _attempt_here(driver, attempt)
     return Ended(0 if fine else 1, read_trace(attempt.trace))
 
-# %% ../nbs/07_equivalence.ipynb #cell-051
+# %% ../nbs/07_equivalence.ipynb #cell-052
 _Path: TypeAlias = Generator[Attempt, Ended, Any]
 
 
@@ -710,7 +713,7 @@ def _following(path: _Path, ended: Ended | None) -> Any:
     except StopIteration as stop:
         return stop.value
 
-# %% ../nbs/07_equivalence.ipynb #cell-052
+# %% ../nbs/07_equivalence.ipynb #cell-053
 @dataclass
 class Bench:
     "Runs attempts, each in a fresh process, forked from a server that has imported torch and computed nothing."
@@ -758,7 +761,7 @@ class Bench:
                 child.kill()
         return [results[index] for index in range(len(paths))]
 
-# %% ../nbs/07_equivalence.ipynb #cell-053
+# %% ../nbs/07_equivalence.ipynb #cell-054
 @dataclass(frozen=True)
 class Route:
     "A run as it is planned: where it is interrupted, and what is left out at the resume."
@@ -803,7 +806,7 @@ class Trail:
                     published = max(published, line["step"])
         return lost
 
-# %% ../nbs/07_equivalence.ipynb #cell-055
+# %% ../nbs/07_equivalence.ipynb #cell-056
 def follow(
     route: Route,  # what to do
     workspace: Path,  # a folder for all routes
@@ -844,7 +847,7 @@ def _judge(
         return False, f"{stop}: the run did not stop at SIGTERM" if struck else f"{stop} was never reached"
     return (True, "") if ended.exitcode == 0 else (True, f"the process died with exit status {ended.exitcode}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-065
+# %% ../nbs/07_equivalence.ipynb #cell-066
 _ABSENT = "absent"
 
 
@@ -875,7 +878,7 @@ class Divergence:
         size = f" ({', '.join(values)})" if values else ""
         return f"{when}: {self.where}{size}; suspect {self.suspect}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-066
+# %% ../nbs/07_equivalence.ipynb #cell-067
 _Record: TypeAlias = dict[str, Any]
 
 
@@ -922,7 +925,7 @@ def first_divergence(
             return Divergence(step, restoring, where, str(values[0]), str(values[1]), suspect, reason), (number, step)
     return None
 
-# %% ../nbs/07_equivalence.ipynb #cell-068
+# %% ../nbs/07_equivalence.ipynb #cell-069
 def final_checkpoint(
     trail: Trail,  # of a run that ended
 ) -> Path | None:  # None where nothing was published
@@ -969,7 +972,7 @@ def _measured(
             return replace(found, max_abs=difference.max_abs, max_ulp=difference.max_ulp, share=difference.share)
     return found
 
-# %% ../nbs/07_equivalence.ipynb #cell-070
+# %% ../nbs/07_equivalence.ipynb #cell-071
 def _participant_of(
     path: str,  # of a leaf, such as "optimizer.state[0].exp_avg"
 ) -> str:  # such as "optimizer"
@@ -1020,7 +1023,7 @@ def _rate_reason(
     told = "of no step of the uninterrupted run" if nearest is None else f"that of step {nearest}"
     return f"{path} is {here} where it was {reference[step]['state'].get(path, _ABSENT)}: {told}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-071
+# %% ../nbs/07_equivalence.ipynb #cell-072
 def _diagnose_forward(
     reference: dict[int, _Record],  # the uninterrupted run by step
     line: _Record,  # the first record that differs
@@ -1058,7 +1061,7 @@ def _diagnose_update(
     return "learning rate", ("the loss and the optimizer's state are equal and the weights are not: the step size, "
                              "through a schedule or a weight decay outside the contract")
 
-# %% ../nbs/07_equivalence.ipynb #cell-073
+# %% ../nbs/07_equivalence.ipynb #cell-080
 @dataclass(frozen=True)
 class Wishes:
     "What to interrupt and how; the arguments that `prove_restart` and `prove_training` share."
@@ -1071,7 +1074,7 @@ class Wishes:
     disk_steps: Sequence[int] | None = None  # steps whose saves are interrupted; None takes `chosen`
     boundaries: Sequence[str] = BOUNDARIES
 
-# %% ../nbs/07_equivalence.ipynb #cell-074
+# %% ../nbs/07_equivalence.ipynb #cell-081
 def _chosen_steps(
     interrupt_at: str | Iterable[int],  # "every", or steps counted from 1
     steps: int,  # length of the run
@@ -1109,7 +1112,7 @@ def _chosen_boundaries(
         raise ValueError(f"boundaries: expected some of {', '.join(BOUNDARIES)}, got {', '.join(map(repr, wrong))}")
     return wished
 
-# %% ../nbs/07_equivalence.ipynb #cell-075
+# %% ../nbs/07_equivalence.ipynb #cell-084
 def disk_interruptions(
     direct: Trail,  # an uninterrupted run, whose disk operations are on record
     steps: Sequence[int],  # whose saves may be interrupted
@@ -1145,7 +1148,7 @@ def chains(
             found[way, step] = tuple(links)
     return list(found.values())
 
-# %% ../nbs/07_equivalence.ipynb #cell-076
+# %% ../nbs/07_equivalence.ipynb #cell-085
 def plan(
     direct: Trail,  # an uninterrupted run
     steps: int,  # its length
@@ -1165,7 +1168,7 @@ def plan(
     stops = [(first,) for first in firsts] + chains(firsts, wishes, steps, saved)
     return [Route(f"recovered-{number:03d}", several) for number, several in enumerate(stops, start=1)]
 
-# %% ../nbs/07_equivalence.ipynb #cell-080
+# %% ../nbs/07_equivalence.ipynb #cell-089
 @dataclass(frozen=True)
 class Row:
     "One recovered run against the uninterrupted one."
@@ -1206,7 +1209,7 @@ def _columns(
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)
 
-# %% ../nbs/07_equivalence.ipynb #cell-081
+# %% ../nbs/07_equivalence.ipynb #cell-090
 @dataclass(frozen=True)
 class Proof:
     "What was compared and what was found. `raise_if_different` turns anything but equivalence into an error."
@@ -1258,12 +1261,19 @@ class Proof:
                  "not_exercised": list(self.not_exercised), **self.facts}
         return json.dumps(plain, indent=2, allow_nan=False)
 
-# %% ../nbs/07_equivalence.ipynb #cell-082
+# %% ../nbs/07_equivalence.ipynb #cell-091
+def _places(stops: Sequence[Interruption]) -> str:
+    "Name the places of a chain, the boundary once where it is the same at each step."
+    if len(stops) > 1 and len({stop.boundary for stop in stops}) == 1:
+        return f"steps {', '.join(str(stop.step) for stop in stops)}, {stops[0].boundary}"
+    return "; ".join(str(stop) for stop in stops)
+
+
 def _compare(direct: Trail, trail: Trail) -> Row:
     "Compare one recovered run."
     stops = trail.route.interruptions
     stopped = _STOPPED_BY[stops[0].how] + (f" ×{len(stops)}" if len(stops) > 1 else "")
-    row = Row("recovered", "; ".join(str(stop) for stop in stops), stopped, trail.replayed, "equal")
+    row = Row("recovered", _places(stops), stopped, trail.replayed, "equal")
     seen = first_divergence(direct, trail)
     if seen is None and trail.problem:
         return replace(row, outcome="error" if trail.exercised else "not exercised", detail=trail.problem)
@@ -1273,7 +1283,7 @@ def _compare(direct: Trail, trail: Trail) -> Row:
     divergence = seen[0] if seen else final_divergence(direct, trail)
     return replace(row, outcome="different", divergence=divergence) if divergence else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-083
+# %% ../nbs/07_equivalence.ipynb #cell-092
 @dataclass
 class Prover:
     "The engine: runs, interrupts, resumes and compares one kind of run."
@@ -1320,7 +1330,7 @@ class Prover:
         if not self.keep:
             shutil.rmtree(trail.folder)
 
-# %% ../nbs/07_equivalence.ipynb #cell-085
+# %% ../nbs/07_equivalence.ipynb #cell-094
 def uninterrupted(
     prover: Prover,  # with an empty workspace
 ) -> tuple[Trail, Row]:  # the first run, and what the second one says of it
@@ -1364,7 +1374,7 @@ def measure(
     dumps = [dump for trail in trails for dump in sorted(trail.folder.glob("*.safetensors"))]
     return replace(row, divergence=_measured(row.divergence, *dumps)) if len(dumps) == 2 else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-087
+# %% ../nbs/07_equivalence.ipynb #cell-096
 def _participant_kind(
     reference: dict[int, _Record],  # an uninterrupted run by step
     path: str,  # of a leaf
@@ -1402,7 +1412,7 @@ def _learns(
     return not names or any(record["state"][path] != reference[0]["state"][path]
                             for record in reference.values() for path in names if path in record["state"])
 
-# %% ../nbs/07_equivalence.ipynb #cell-088
+# %% ../nbs/07_equivalence.ipynb #cell-097
 def _weigh(
     rows: Sequence[Row],  # of recovered runs
     knockouts: Sequence[Knockout],  # may be empty
@@ -1428,7 +1438,7 @@ def _weigh(
     silent = [knocked.participant for knocked in knockouts if not knocked.noticed]
     return Verdict.EQUIVALENT, told + (f"; not exercised: {', '.join(silent)}" if silent else "")
 
-# %% ../nbs/07_equivalence.ipynb #cell-089
+# %% ../nbs/07_equivalence.ipynb #cell-098
 def prove(
     prover: Prover,  # with an empty workspace
     wishes: Wishes,  # what to interrupt
@@ -1460,7 +1470,7 @@ def prove(
     verdict, reason = _weigh(rows, knockouts, direct)
     return Proof(verdict, reason, (first, *rows), knockouts, prover.steps, _told_of(prover, direct))
 
-# %% ../nbs/07_equivalence.ipynb #cell-090
+# %% ../nbs/07_equivalence.ipynb #cell-099
 def _compared(begun: _Record) -> dict[str, int]:
     "Count the tensors and values of each participant that were compared after every step."
     names = [_participant_of(path) for path in begun.get("state", {})]
@@ -1479,7 +1489,7 @@ def _told_of(
             "processes": "one" if prover.bench.in_process else "one for each attempt",
             "environment": begun[0]["environment"] if begun else None}
 
-# %% ../nbs/07_equivalence.ipynb #cell-091
+# %% ../nbs/07_equivalence.ipynb #cell-100
 def _usable_cores() -> int:  # at least 1
     "Count the cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1536,7 +1546,7 @@ def prove_restart(
     with _workspace_for(directory) as workspace:
         return prove(Prover(bench, workspace, steps, threads, directory is not None), wishes, progress_bar)
 
-# %% ../nbs/07_equivalence.ipynb #cell-092
+# %% ../nbs/07_equivalence.ipynb #cell-101
 def _middle_steps(
     steps: int,  # length of the run
     save_every: int,  # steps between its checkpoints

@@ -84,7 +84,7 @@ def test_a_chain_of_kills_in_one_run() -> None:
                     knock_out=False)
     proof.raise_if_different()
     chain = proof.rows[-1]
-    assert chain.stopped == "SIGKILL ×4" and chain.replayed == 4 and chain.boundary.count("after_update") == 4
+    assert chain.stopped == "SIGKILL ×4" and chain.replayed == 4 and chain.boundary == "steps 2, 3, 4, 5, after_update"
 
 
 def test_saving_less_often_replays_more() -> None:
@@ -356,10 +356,11 @@ def hand_made_run(directory: Path) -> HandMadeRun:
 
 
 def test_a_kill_that_never_came_is_not_counted_as_survived() -> None:
-    proof = quietly(hand_made_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False)
+    proof = quietly(hand_made_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False,
+                    boundaries=["before_forward", "after_backward"])
     assert proof.verdict is Verdict.NOT_EXERCISED and "step 2, after_backward was never reached" in proof.reason
     assert [row.outcome for row in proof.rows if "after_backward" in row.boundary] == ["not exercised"]
-    others = [name for name in equivalence.BOUNDARIES if name != "after_backward"]
+    others = ["before_forward", "after_update", "after_publication"]
     quietly(hand_made_run, steps=3, interrupt_at=[2], boundaries=others, knock_out=False).raise_if_different()
 
 
@@ -482,9 +483,23 @@ def test_the_report_is_json_and_a_table(tmp_path: Path) -> None:
     assert "step 2, step boundary" in table[2] and "clean stop" in table[2] and "suspect generator" in table[2]
 
 
-def test_no_bar_is_drawn_where_there_is_no_terminal(capfd: pytest.CaptureFixture) -> None:
-    prove_restart(example_run, steps=2, interrupt_at=[1], boundaries=["after_update"], knock_out=False)
+class Talkative(ExampleRun):
+    def advance(self) -> float:
+        print("one more step")
+        return super().advance()
+
+
+def talkative_run(directory: Path) -> Talkative:
+    return Talkative()
+
+
+def test_nothing_is_printed_where_there_is_no_terminal_and_what_a_run_prints_is_kept(
+    capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    prove_restart(talkative_run, steps=2, interrupt_at=[1], boundaries=["after_update"], knock_out=False,
+                  directory=tmp_path / "proof")
     assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "proof" / "direct-1" / "attempt-0.log").read_text() == "one more step\n" * 2
 
 
 def test_a_child_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
