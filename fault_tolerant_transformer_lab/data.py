@@ -599,7 +599,7 @@ def sample_generator(
     key = int.from_bytes(keyed_bytes(16, "randomness of a sample", seed, step, index), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
-# %% ../nbs/02_data.ipynb #cell-088
+# %% ../nbs/02_data.ipynb #cell-091
 def evaluation_batches(
     source: TokenSource,  # usually the held-out part
     *,
