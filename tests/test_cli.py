@@ -1,0 +1,608 @@
+"""The command line as a process: every command, every exit status, every documented error."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fault_tolerant_transformer_lab import __version__, cli
+
+PACKAGE = Path(cli.__file__).parent
+SMOKE = PACKAGE / "configs" / "smoke.json"
+COMMANDS = ("train", "prove", "verify", "inspect", "diff", "sample")
+TEXT = {"data": "text:corpus.txt", "tokenizer": "byte", "vocab_size": 257, "block_size": 16, "d_model": 16,
+        "n_heads": 2, "n_layers": 1, "dropout": 0.1, "seed": 3, "steps": 4, "batch_size": 2, "learning_rate": 1e-3,
+        "checkpoint_every": 2}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The variables of a child: one thread, a fixed width, and no Python settings of the test's own."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8", **changes}
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of `fttl` in this interpreter."""
+    return [sys.executable, "-m", "fault_tolerant_transformer_lab", *map(str, arguments)]
+
+
+def fttl(*arguments: object, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run `fttl` as a process of its own and wait for it."""
+    return subprocess.run(command(*arguments), cwd=cwd, env=environment(**changes), text=True, capture_output=True,
+                          timeout=300, check=False)
+
+
+def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Start `fttl` as a process of its own."""
+    return subprocess.Popen(command(*arguments), cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], status: int, *words: str) -> str:
+    """Assert that a process ended with `status` and one line on standard error that holds all `words`."""
+    assert done.returncode == status, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("fttl: "), done.stderr
+    for word in words:
+        assert word in lines[0], done.stderr
+    return lines[0]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The published checkpoints of a run, the earliest first."""
+    return sorted((run / "checkpoints").glob("step-*.safetensors"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the lock, by relative path."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*"))
+            if p.is_file() and "lock" not in p.name}
+
+
+def flip(path: Path, position: int) -> None:
+    """Flip one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, seconds: float = 120.0) -> None:
+    """Wait until a run that another process trains has published a checkpoint."""
+    limit = time.monotonic() + seconds
+    while not checkpoints(run):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit, "timed out"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the finished smoke run `A`, which no test changes."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = fttl("train", "--config", SMOKE, "--output", "A", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "A.stdout").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished smoke run, to be changed."""
+    return Path(shutil.copytree(trained / "A", tmp_path / "A"))
+
+
+# Help, version, and what they cost
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_is_short_complete_and_fits(name: str | None) -> None:
+    done = fttl(*([name] if name else []), "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert f"usage: fttl {name}" in done.stdout if name else all(each in done.stdout for each in COMMANDS)
+
+
+def test_train_help_names_every_field_of_the_configuration() -> None:
+    stdout = fttl("train", "--help").stdout
+    for name in cli.config_flags().__annotations__:
+        assert f"--{name.replace('_', '-')} " in stdout
+    for flag in ("--config", "--output", "--resume ", "--resume-from", "--stop-after-step", "--threads",
+                 "--allow-environment-change"):
+        assert flag in stdout
+
+
+def test_version() -> None:
+    done = fttl("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"fttl {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["verfy"],
+                                       ["train", "--config", "missing.json", "--output", "x"]])
+def test_torch_is_not_loaded_where_it_is_not_needed(arguments: list[str], tmp_path: Path) -> None:
+    program = ("import sys; from fault_tolerant_transformer_lab import cli\n"
+               "try: cli.main(sys.argv[1:])\n"
+               "finally: print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment(), text=True,
+                          capture_output=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+# Training
+
+
+def test_train_writes_the_run_and_says_so(trained: Path) -> None:
+    result = json.loads((trained / "A" / "result.json").read_text())
+    assert (result["steps"], result["tokens"], result["parameters"]) == (8, 512, 28_032)
+    assert [p.name for p in checkpoints(trained / "A")] == ["step-00000004.safetensors", "step-00000008.safetensors"]
+    assert len((trained / "A" / "metrics.jsonl").read_text().splitlines()) == 8
+    assert (trained / "A" / "manifest.json").exists()
+    stdout = (trained / "A.stdout").read_text()
+    for fact in ("8 steps", "512 tokens", "28,032 parameters", "step-00000008.safetensors", result["state_digest"]):
+        assert fact in stdout
+
+
+def test_stopped_and_resumed_is_bitwise_equal(trained: Path, tmp_path: Path) -> None:
+    first = fttl("train", "--config", SMOKE, "--output", "B", "--stop-after-step", 4, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert json.loads((tmp_path / "B" / "result.json").read_text())["steps"] == 4
+    second = fttl("train", "--config", SMOKE, "--output", "B", "--resume", "must", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "resumed from step 4" in second.stdout
+    result = json.loads((tmp_path / "B" / "result.json").read_text())
+    assert (result["steps"], result["tokens"], result["parameters"]) == (8, 512, 28_032)
+    diff = fttl("diff", trained / "A", tmp_path / "B")
+    assert (diff.returncode, diff.stderr) == (0, "")
+    assert diff.stdout.splitlines()[-1] == "bitwise equal"
+    assert (trained / "A" / "metrics.jsonl").read_bytes() == (tmp_path / "B" / "metrics.jsonl").read_bytes()
+
+
+def test_train_smoke_is_a_command_of_its_own(trained: Path, tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("fttl-train-smoke")
+    start_it = [str(program)] if program.exists() else [
+        sys.executable, "-c", "import sys; from fault_tolerant_transformer_lab.cli import train_smoke; "
+        "sys.exit(train_smoke())"]
+    done = subprocess.run([*start_it, "--config", str(SMOKE), "--output", "S"], cwd=tmp_path, env=environment(),
+                          text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert fttl("diff", trained / "A", tmp_path / "S").stdout.splitlines()[-1] == "bitwise equal"
+    wrong = subprocess.run([*start_it, "--output", "S"], cwd=tmp_path, env=environment(), text=True,
+                           capture_output=True, timeout=60, check=False)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("fttl-train-smoke: ") and "--config" in wrong.stderr
+
+
+IDENTITY = {
+    "learning_rate": "1e-3", "seed": "1", "dropout": "0.25", "batch_size": "2", "grad_accumulation": "2",
+    "weight_decay": "0.1", "betas": "0.8,0.95", "grad_clip": "1.0", "precision": "bf16", "block_size": "8",
+    "n_layers": "1", "n_heads": "2", "d_model": "64", "vocab_size": "32", "schedule.warmup_steps": "2",
+}
+
+
+def in_process(capsys: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `fttl` inside this process, which spares the start of another, and give what it wrote."""
+    capsys.readouterr()
+    status = cli.main(list(map(str, arguments)))
+    wrote = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, status, wrote.out, wrote.err)
+
+
+@pytest.mark.parametrize("field", IDENTITY)
+def test_an_identity_field_refuses_to_resume_and_is_named(field, tmp_path, capsys) -> None:
+    smoke = ["train", "--config", SMOKE, "--output", tmp_path / "run", "--threads", 1]
+    assert in_process(capsys, *smoke, "--stop-after-step", 2).returncode == 0
+    before = contents(tmp_path / "run")
+    flag = f"--{field.replace('_', '-')}"
+    done = in_process(capsys, *smoke, flag, IDENTITY[field])
+    assert_refused(done, 2, f"{field}: checkpoint ", "requested ")
+    assert contents(tmp_path / "run") == before
+
+
+def test_operation_fields_may_change_and_the_run_is_extended(trained: Path, run: Path, tmp_path: Path) -> None:
+    longer = fttl("train", "--config", SMOKE, "--output", run, "--steps", 10, "--checkpoint-every", 3,
+                  "--keep-last", 5, "--log-every", 2)
+    assert longer.returncode == 0, longer.stderr
+    direct = fttl("train", "--config", SMOKE, "--output", tmp_path / "direct", "--steps", 10)
+    assert direct.returncode == 0, direct.stderr
+    assert fttl("diff", run, tmp_path / "direct").stdout.splitlines()[-1] == "bitwise equal"
+    assert [p.name[5:13] for p in checkpoints(run)] == ["00000004", "00000008", "00000009", "00000010"]
+
+
+def test_another_thread_count_is_refused_and_named_unless_allowed(run: Path) -> None:
+    again = ["train", "--config", SMOKE, "--output", run, "--steps", 10]
+    before = contents(run)
+    assert_refused(fttl(*again, OMP_NUM_THREADS="2"), 2, "threads: checkpoint 1", "--allow-environment-change")
+    assert_refused(fttl(*again, "--threads", 2), 2, "threads: checkpoint 1")
+    assert contents(run) == before
+    allowed = fttl(*again, "--allow-environment-change", OMP_NUM_THREADS="2")
+    assert allowed.returncode == 0, allowed.stderr
+    inspected = fttl("inspect", run).stdout
+    assert re.search(r"accepted: .*threads=1 -> 2", inspected), inspected
+
+
+def test_threads_flag_takes_the_place_of_the_variable(run: Path) -> None:
+    done = fttl("train", "--config", SMOKE, "--output", run, "--steps", 9, "--threads", 1, OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_resume_never_and_must(run: Path, tmp_path: Path) -> None:
+    before = contents(run)
+    assert_refused(fttl("train", "--config", SMOKE, "--output", run, "--resume", "never"), 2, str(run.name), "never")
+    assert contents(run) == before
+    assert_refused(fttl("train", "--config", SMOKE, "--output", tmp_path / "none", "--resume", "must"), 2, "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_resume_from_goes_back_and_keeps_the_evidence(trained: Path, run: Path) -> None:
+    done = fttl("train", "--config", SMOKE, "--output", run, "--resume-from", 4)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from step 4" in done.stdout
+    assert fttl("diff", trained / "A", run).returncode == 0
+    assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith("step-00000008.safetensors.")]
+    assert_refused(fttl("train", "--config", SMOKE, "--output", run, "--resume-from", 5), 2, "5")
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+def test_a_signal_saves_and_the_run_goes_on_as_the_same(number, name, tmp_path: Path) -> None:
+    long = ["train", "--config", SMOKE, "--steps", 1_000_000, "--checkpoint-every", 50]
+    process = start(*long, "--output", "stopped", cwd=tmp_path)
+    wait_for_checkpoint(process, tmp_path / "stopped")
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=120)
+    saved = checkpoints(tmp_path / "stopped")[-1]
+    assert_refused(subprocess.CompletedProcess([], process.returncode, stdout, stderr), 128 + number, name, saved.name)
+    end = int(saved.name[5:13]) + 3
+    for folder in ("stopped", "direct"):
+        done = fttl(*long, "--output", folder, "--stop-after-step", end, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert fttl("diff", "stopped", "direct", cwd=tmp_path).stdout.splitlines()[-1] == "bitwise equal"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, end + 1))
+
+
+def test_sigkill_then_the_same_command(tmp_path: Path) -> None:
+    long = ["train", "--config", SMOKE, "--steps", 1_000_000, "--checkpoint-every", 5]
+    process = start(*long, "--output", "killed", cwd=tmp_path)
+    wait_for_checkpoint(process, tmp_path / "killed")
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    end = int(checkpoints(tmp_path / "killed")[-1].name[5:13]) + 7
+    for folder in ("killed", "direct"):
+        done = fttl(*long, "--output", folder, "--stop-after-step", end, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert fttl("diff", "killed", "direct", cwd=tmp_path).returncode == 0
+
+
+def test_a_second_writer_is_refused_with_the_holder(tmp_path: Path) -> None:
+    process = start("train", "--config", SMOKE, "--steps", 1_000_000, "--output", "run", cwd=tmp_path)
+    try:
+        wait_for_checkpoint(process, tmp_path / "run")
+        second = fttl("train", "--config", SMOKE, "--steps", 1_000_000, "--output", "run", cwd=tmp_path)
+        assert_refused(second, 2, str(process.pid))
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_a_loss_that_is_not_finite_is_a_failure_and_spares_the_checkpoints(tmp_path: Path) -> None:
+    done = fttl("train", "--config", SMOKE, "--output", "run", "--learning-rate", "1e30", "--checkpoint-every", 1,
+                cwd=tmp_path)
+    assert_refused(done, 1, "finite", "step ")
+    verified = fttl("verify", "run", cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+# Damage
+
+
+@pytest.mark.parametrize("where", ["header", "data"])
+def test_a_flipped_bit_is_found_and_training_falls_back(where: str, trained: Path, run: Path) -> None:
+    newest = checkpoints(run)[-1]
+    manifest = json.loads(fttl("inspect", newest, "--json").stdout)
+    flip(newest, 3000 if where == "header" else newest.stat().st_size - 7)
+    last = list(manifest["tensors"])[-1]
+    for path in (newest, run / "checkpoints", run):
+        assert_refused(fttl("verify", path), 1, newest.name, "header" if where == "header" else last)
+    assert fttl("verify", checkpoints(run)[0]).returncode == 0
+    done = fttl("train", "--config", SMOKE, "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert newest.name in done.stderr and "resumed from step 4" in done.stdout
+    assert fttl("diff", trained / "A", run).stdout.splitlines()[-1] == "bitwise equal"
+    assert fttl("verify", run).returncode == 0
+    assert list((run / "checkpoints").glob(newest.name + ".corrupt*"))
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_started_over(run: Path) -> None:
+    for path in checkpoints(run):
+        flip(path, 2000)
+    assert_refused(fttl("train", "--config", SMOKE, "--output", run), 2, "step-0000000")
+    done = fttl("verify", run, "--json")
+    assert done.returncode == 1
+    assert [row["intact"] for row in json.loads(done.stdout)] == [False, False]
+
+
+def test_a_truncated_and_an_unknown_file(run: Path, tmp_path: Path) -> None:
+    newest = checkpoints(run)[-1]
+    os.truncate(newest, newest.stat().st_size - 1)
+    assert_refused(fttl("verify", newest), 1, newest.name)
+    assert_refused(fttl("inspect", newest), 2, newest.name)
+    other = tmp_path / "notes.txt"
+    other.write_text("not a checkpoint\n" * 1000)
+    assert_refused(fttl("verify", other), 1, "notes.txt")
+    assert_refused(fttl("diff", other, checkpoints(run)[0]), 2, "notes.txt")
+
+
+def test_inspect_reads_no_tensor(run: Path) -> None:
+    newest = checkpoints(run)[-1]
+    flip(newest, newest.stat().st_size - 1)
+    assert fttl("inspect", newest).returncode == 0
+    assert fttl("verify", newest).returncode == 1
+
+
+# Verify, inspect, diff
+
+
+def test_verify_takes_a_file_a_folder_and_a_run(trained: Path) -> None:
+    run = trained / "A"
+    for path, n_lines in ((checkpoints(run)[0], 1), (run / "checkpoints", 2), (run, 2)):
+        done = fttl("verify", path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [(" intact " in line) for line in done.stdout.splitlines()[2:]] == [True] * n_lines
+    rows = json.loads(fttl("verify", run, "--json").stdout)
+    assert [(row["step"], row["intact"]) for row in rows] == [(4, True), (8, True)]
+    assert rows[-1]["state_digest"] == json.loads((run / "result.json").read_text())["state_digest"]
+
+
+def test_inspect_prints_header_lineage_and_tensors(trained: Path) -> None:
+    done = fttl("inspect", trained / "A")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines[1:])) <= 100
+    assert any(re.fullmatch(r"model\.blocks\.1\.attention\.qkv\.weight +float32 +96x32 +12,288", line)
+               for line in lines)
+    assert any(re.fullmatch(r" +step +0 +started", line) for line in lines)
+    plain = json.loads(fttl("inspect", trained / "A", "--json").stdout)
+    assert (plain["schema_version"], plain["step"], plain["tokens_seen"]) == (1, 8, 512)
+    assert plain["config"]["config"]["d_model"] == 32
+    assert plain["tensors"]["model.blocks.0.attention.qkv.weight"]["shape"] == [96, 32]
+    assert plain["bytes"] == checkpoints(trained / "A")[-1].stat().st_size
+
+
+def test_inspect_shows_a_resume_in_the_lineage(tmp_path: Path) -> None:
+    for stop in (4, 5):
+        done = fttl("train", "--config", SMOKE, "--output", "B", "--stop-after-step", stop, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    stdout = fttl("inspect", "B", cwd=tmp_path).stdout
+    log = [line.split() for line in stdout.partition("\nlineage\n")[2].splitlines()]
+    first = json.loads(fttl("inspect", checkpoints(tmp_path / "B")[0], "--json").stdout)
+    assert log[0][1:] == ["0", "started"]
+    assert log[1][1:] == ["4", "resumed", "from", "state", first["state_digest"]]
+
+
+def test_diff_lists_what_differs(trained: Path, tmp_path: Path) -> None:
+    other = fttl("train", "--config", SMOKE, "--output", "C", "--seed", 5, cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+    done = fttl("diff", trained / "A", tmp_path / "C")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert max(map(len, done.stdout.splitlines()[2:])) <= 100
+    assert "model.blocks.0.attention.qkv.weight" in done.stdout and "bitwise equal" not in done.stdout
+    plain = json.loads(fttl("diff", trained / "A", tmp_path / "C", "--json").stdout)
+    assert plain["equal"] is False
+    weight = next(d for d in plain["differences"] if d["path"] == "model.blocks.0.attention.qkv.weight")
+    assert weight["kind"] == "value" and weight["max_abs"] > 0 and weight["max_ulp"] > 0 and 0 < weight["share"] <= 1
+
+
+def test_diff_finds_one_flipped_mantissa_bit_that_was_saved(trained: Path, tmp_path: Path) -> None:
+    """Two files that are each whole, with one bit between them, differ in one element by one ULP."""
+    import torch
+
+    from fault_tolerant_transformer_lab.checkpoint_file import encode
+    from fault_tolerant_transformer_lab.contract import Contract
+
+    model = torch.nn.Linear(3, 2)
+    files = []
+    for name in ("one", "two"):
+        files.append(tmp_path / f"{name}.safetensors")
+        with files[-1].open("xb") as file:
+            for offset, chunk in encode(Contract(model=model).capture(step=1)).chunks():
+                file.seek(offset)
+                file.write(chunk)
+        with torch.no_grad():
+            model.weight.view(torch.int32)[1, 2] ^= 1
+    done = fttl("diff", *files)
+    assert done.returncode == 1
+    row = next(line for line in done.stdout.splitlines() if line.startswith("model.weight"))
+    assert row.split()[-2:] == ["1", "16.7%"]
+
+
+# Sample
+
+
+def test_sample_needs_no_data(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "text.json").write_text(json.dumps(TEXT))
+    done = fttl("train", "--config", "text.json", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "corpus.txt").unlink()
+    (tmp_path / "text.json").unlink()
+    first = fttl("sample", "run", "--prompt", "the ", "--n-tokens", 20, "--seed", 1, cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.startswith("the ")
+    again = fttl("sample", "run", "--prompt", "the ", "--n-tokens", 20, "--seed", 1, cwd=tmp_path, OMP_NUM_THREADS="2")
+    other = fttl("sample", "run", "--prompt", "the ", "--n-tokens", 20, "--seed", 2, cwd=tmp_path)
+    assert again.stdout == first.stdout != other.stdout
+    assert "\x1b" not in first.stdout + other.stdout
+    assert fttl("sample", "run", "--temperature", 0, cwd=tmp_path).returncode == 0
+
+
+def test_sample_without_a_tokenizer_is_numbers(trained: Path) -> None:
+    done = fttl("sample", trained / "A", "--prompt", "1 2 3", "--n-tokens", 5)
+    numbers = [int(word) for word in done.stdout.split()]
+    assert done.returncode == 0 and numbers[:3] == [1, 2, 3] and len(numbers) == 8 and max(numbers) < 64
+    for prompt in ("hello", "64", "-1"):
+        assert_refused(fttl("sample", trained / "A", f"--prompt={prompt}"), 2, "--prompt", "below 64")
+
+
+# Prove
+
+
+def test_prove_prints_one_table_and_keeps_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(SMOKE.read_text().replace('"steps": 8', '"steps": 1'))
+    done = fttl("prove", "--config", "one.json", "--output", "proof", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head = done.stdout.splitlines()[0].split()
+    assert head[:4] == ["path", "boundary", "stopped", "replayed"]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("recovered ")]
+    assert len(rows) > 10 and all(row.endswith(" equal") and "SIGKILL" in row for row in rows)
+    for boundary in ("before_forward", "after_backward", "after_update", "during_write", "after_publication"):
+        assert any(boundary in row for row in rows)
+    proof = json.loads((tmp_path / "proof" / "proof.json").read_text())
+    assert proof["verdict"] == "EQUIVALENT" and len(proof["rows"]) == len(rows) + 1
+    assert_refused(fttl("prove", "--config", "one.json", "--output", "proof", cwd=tmp_path), 2, "proof", "empty")
+
+
+def test_a_proof_that_finds_no_equivalence_is_status_1(tmp_path: Path) -> None:
+    hot = SMOKE.read_text().replace('"steps": 8', '"steps": 3').replace("3e-4", "1e30")
+    (tmp_path / "hot.json").write_text(hot)
+    done = fttl("prove", "--config", "hot.json", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    proof = json.loads(done.stdout)
+    assert proof["verdict"] == "ERROR" and "finite" in json.dumps(proof)
+
+
+def test_prove_refuses_data_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text(json.dumps(TEXT))
+    assert_refused(fttl("prove", "--config", "text.json", cwd=tmp_path), 2, "corpus.txt")
+
+
+def test_the_default_configuration_of_prove_is_shipped() -> None:
+    from importlib.resources import files
+
+    from fault_tolerant_transformer_lab.config import ExperimentConfig
+
+    shipped = files("fault_tolerant_transformer_lab") / "configs" / "pydoc-cpu.json"
+    assert ExperimentConfig.model_validate_json(shipped.read_text()).data == "pydoc"
+
+
+# Refusals
+
+
+REFUSALS = [
+    ([], ["train", "sample"]),
+    (["trian"], ["trian", "train"]),
+    (["train"], ["--config", "--output"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--learning-rat", "1"], ["--learning-rat", "--learning-rate"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--steps"], ["--steps"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--resume", "maybe"], ["maybe", "auto", "never", "must"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--resume-from", "x"], ["--resume-from", "x"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--stop-after-step", "-1"], ["stop", "-1"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--resume-from", "-1"], ["--resume-from", "-1"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--threads", "0"], ["--threads", "1", "0"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--threads", "1000000"], ["--threads", "1000000"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--learning-rate", "abc"], ["learning_rate", "abc"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--learning-rate", "nan"], ["learning_rate"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--learning-rate=-1"], ["learning_rate", "-1"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--steps", "0"], ["steps", "0"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--steps", "1.5"], ["steps", "1.5"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--seed", "18446744073709551616"], ["seed"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--n-heads", "5"], ["d_model", "n_heads"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--schedule.kind", "cosine"], ["schedule.horizon"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--schedule.kind", "linear"], ["schedule.kind", "linear"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--data", "text:nowhere", "--tokenizer", "byte",
+      "--vocab-size", "257"], ["nowhere"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--data", "ftp"], ["data", "ftp"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--d-model", "4000000000"], ["memory"]),
+    (["train", "--config", "missing.json", "--output", "out"], ["missing.json"]),
+    (["train", "--config", "folder", "--output", "out"], ["folder"]),
+    (["train", "--config", "broken.json", "--output", "out"], ["broken.json", "line 1"]),
+    (["train", "--config", "twice.json", "--output", "out"], ["twice.json", "steps"]),
+    (["train", "--config", "strange.json", "--output", "out"], ["strange.json", "colour"]),
+    (["train", "--config", "{smoke}", "--output", "file"], ["file", "Not a directory"]),
+    (["train", "--config", "{smoke}", "--output", "file/run"], ["run", "Not a directory"]),
+    (["train", "--config", "{smoke}", "--output", "/proc/fttl/run"], ["proc/fttl", "ENOENT"]),
+    (["prove", "--config", "missing.json"], ["missing.json"]),
+    (["verify", "nowhere"], ["nowhere", "no such file"]),
+    (["verify", "folder"], ["folder", "checkpoint"]),
+    (["verify"], ["PATH"]),
+    (["inspect", "nowhere"], ["nowhere"]),
+    (["inspect", "folder"], ["folder"]),
+    (["inspect", "a", "b"], ["b"]),
+    (["diff", "file"], ["PATH"]),
+    (["diff", "file", "nowhere"], ["nowhere"]),
+    (["sample", "nowhere"], ["nowhere"]),
+    (["sample", "file", "--n-tokens", "0"], ["--n-tokens", "0"]),
+    (["sample", "file", "--n-tokens", "-5"], ["--n-tokens", "-5"]),
+    (["sample", "file", "--temperature", "nan"], ["--temperature", "nan"]),
+    (["sample", "file", "--temperature", "-1"], ["--temperature", "-1"]),
+    (["sample", "file", "--seed", "-1"], ["--seed", "-1"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSALS, ids=lambda value: " ".join(value)[:60])
+def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "twice.json").write_text('{"steps": 1, "steps": 2}')
+    (tmp_path / "strange.json").write_text(SMOKE.read_text().replace("}", ', "colour": 1}'))
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    done = in_process(capsys, *(a.replace("{smoke}", str(SMOKE)) for a in arguments))
+    assert done.stdout == ""
+    assert_refused(done, 2, *words)
+    assert sorted(p.name for p in tmp_path.rglob("*") if "out" not in p.parts) == before
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_refusal_as_a_process_shows_no_traceback(tmp_path: Path) -> None:
+    assert_refused(fttl("train", "--config", "missing.json", "--output", "out", cwd=tmp_path), 2, "missing.json")
+    assert_refused(fttl("verify", "nowhere", cwd=tmp_path), 2, "nowhere")
+
+
+def test_a_full_disk_is_one_line(trained: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command("inspect", trained / "A"), env=environment(), text=True, stdout=full,
+                              stderr=subprocess.PIPE, timeout=120, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "no space left" in done.stderr
+
+
+# The streams
+
+
+def test_a_reader_that_goes_away_is_quiet(trained: Path) -> None:
+    process = start("inspect", trained / "A", "--json")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_do_not_change_the_status(closed: str, run: Path, tmp_path: Path) -> None:
+    for arguments, status in ((["train", "--config", SMOKE, "--output", run, "--steps", 12], 0),
+                              (["verify", run], 0), (["verify", "nowhere"], 2), (["--help"], 0)):
+        line = " ".join(f"'{word}'" for word in command(*arguments)) + f" {closed}"
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+                              timeout=120, check=False)
+        assert done.returncode == status, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_of_ascii_only(trained: Path) -> None:
+    done = fttl("inspect", trained / "A", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+
+
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
+    done = fttl("verify", "no\x1b[31mwhere", cwd=tmp_path)
+    assert_refused(done, 2, "no\\x1b[31mwhere")
+    assert fttl("verify", "no\udcffwhere", cwd=tmp_path).returncode == 2
