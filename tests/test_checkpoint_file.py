@@ -386,7 +386,8 @@ def test_state_digest_is_this_one():
 @pytest.mark.parametrize("tensor", [
     torch.randn(2500, 1700).t(), torch.randn(3_000_000)[::2], torch.randn(7, 1).expand(7, 500_000),
     torch.randn(5, 6, 7).permute(2, 0, 1), torch.randn(2, 2_200_000).t(), torch.randn(3_000_000, 2).t(),
-    torch.randn(20, dtype=torch.complex64).conj(), torch.randn(20, dtype=torch.complex64).conj().imag,
+    torch.randn(20_000, dtype=torch.complex64).conj(), torch.randn(40_000, dtype=torch.complex64).conj().imag,
+    torch._neg_view(torch.randn(40_000)),
     torch.nn.Parameter(torch.randn(5, 5)), torch.randn(4, 8, 3, 3).to(memory_format=torch.channels_last)],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}")
 def test_any_strides_are_written_in_row_major_order_and_read_back(tmp_path, tensor):
@@ -549,6 +550,7 @@ HOSTILE = {
     "digest is a number": lambda entries, document: document["digests"].update({"rng.state": 7}),
     "reference to nothing": set_tree(lambda tree: tree.update(more={"$tensor": "no such tensor"})),
     "tensor without reference": set_tree(lambda tree: tree.pop("rng")),
+    "a number that is never written": set_tree(lambda tree: tree.update(more=10**25)),
     "unknown tag": set_tree(lambda tree: tree.update(more={"$set": [1]})),
     "tree is a list": set_document(tree=[]),
     "step is a fraction": set_document(step=3.0),
@@ -699,6 +701,17 @@ def test_only_regular_files_are_opened(tmp_path, good):
         read_manifest("/dev/zero")
     with pytest.raises(FileNotFoundError):
         read_manifest(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("name", ["fifo", "link", "directory"])
+def test_a_name_that_changes_hands_at_the_last_moment_is_refused(tmp_path, good, monkeypatch, name):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(good)
+    (tmp_path / "directory").mkdir()
+    regular = os.lstat(good)
+    monkeypatch.setattr(checkpoint_file.os, "lstat", lambda path: regular)
+    with pytest.raises(CheckpointCorruptError, match="expected a regular file"):
+        read_manifest(tmp_path / name)
 
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
