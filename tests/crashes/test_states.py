@@ -1,4 +1,4 @@
-"""Every state that a file system may leave after power loss: the model of it, the mutants, and the real store on each."""
+"""Every state that a file system may leave after power loss: the model, the mutants, and the real store on each."""
 
 import itertools
 from pathlib import Path

@@ -1,0 +1,81 @@
+"""Damage, second writers, hostile names, copies: campaigns with counts, and judges that are shown able to fail."""
+
+import collections
+import os
+
+import pytest
+
+from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, verify
+from fault_tolerant_transformer_lab.crashes import (
+    copies,
+    damage_everywhere,
+    flips,
+    forgeries,
+    hostile_everywhere,
+    misplaced,
+    peer_flips,
+    sealed,
+    two_checkpoints,
+    two_writers,
+    undetected,
+)
+
+
+@pytest.mark.parametrize("n_flips", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
+def test_every_damage_is_found_with_its_place_and_costs_no_memory(memory_dir, n_flips):
+    rows = {row.fault: row for row in damage_everywhere(memory_dir, n_flips, n_workers=2)}
+    assert {row.fault: row.examples for row in rows.values() if row.lost} == {}
+    assert rows["single-bit flips"].tried == n_flips
+    assert rows["each byte of the header"].tried >= 4096
+    assert len(rows) == 12 and all(row.tried >= 5 for row in rows.values())
+    assert max(row.detail["MiB"] for row in rows.values()) < 64
+
+
+def test_damaged_files_differ_from_the_sound_one_and_forgeries_pass_the_digest(memory_dir):
+    good, other = two_checkpoints(memory_dir)
+    everything = [*flips(good, 300), *flips(good, -1), *misplaced(good, other), *forgeries(good)]
+    assert all(damage.data != good for damage in everything)
+    reasons = collections.Counter()
+    for damage in forgeries(good):
+        if damage.kind != "absurd header sizes":
+            (memory_dir / "forged").write_bytes(damage.data)
+            with pytest.raises(CheckpointCorruptError) as refusal:
+                verify(memory_dir / "forged")
+            reasons[" ".join(str(refusal.value).split()[1:6])] += 1
+    assert len(reasons) > 6, reasons
+    assert not any("file digest" in reason for reason in reasons)
+
+
+def test_what_is_sealed_unchanged_is_sound_and_the_judge_says_so(memory_dir):
+    good, _ = two_checkpoints(memory_dir)
+    n = 8 + int.from_bytes(good[:8], "little")
+    text = good[8:n].decode().rstrip()
+    at = text.find("file_digest") + len('file_digest\\":\\"')
+    again = sealed(text[:at] + "0" * 64 + text[at + 64:], good[n:])
+    assert again == good
+    (memory_dir / "again").write_bytes(again)
+    assert undetected(memory_dir / "again") == ["it is taken for sound"]
+    (memory_dir / "again").unlink()
+    assert "FileNotFoundError instead of a refusal" in undetected(memory_dir / "again")[0]
+
+
+def test_peers_load_flipped_files_without_a_word(memory_dir):
+    for counts in peer_flips(memory_dir, 100).values():
+        assert counts["flips"] == 100 and counts["loaded"] >= 95
+
+
+def test_second_writers(memory_dir):
+    tried = two_writers(memory_dir, rounds=10)
+    assert tried.lost == 0, tried.examples
+    assert tried.tried == 70
+
+
+def test_hostile_names(memory_dir):
+    tried = hostile_everywhere(memory_dir)
+    assert tried.lost == 0, tried.examples
+    assert tried.tried == 15 or (tried.not_run and os.geteuid())
+
+
+def test_copies_with_any_timestamps_restore_the_same(memory_dir):
+    tried = copies(memory_dir)
+    assert tried.lost == 0 and tried.tried == 30, tried.examples

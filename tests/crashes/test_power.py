@@ -1,0 +1,89 @@
+"""Real power cuts on real file systems, real failing disks, a real OOM kill; what is not permitted here says so."""
+
+import pytest
+
+from fault_tolerant_transformer_lab.crashes import (
+    FILE_SYSTEMS,
+    Peer,
+    fail_really,
+    in_child,
+    out_of_memory,
+    peer_cuts,
+    power_cuts,
+    private_mounts,
+    sync_again,
+)
+
+
+def told(reason):
+    "Skip what the machine does not permit; the summary shows it."
+    pytest.skip(f"not run: {reason}")
+
+
+@pytest.mark.parametrize("saves", [3, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", FILE_SYSTEMS, ids=lambda kind: kind.name)
+def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves):
+    [tried] = power_cuts(memory_dir, saves, [kind])
+    if tried.not_run:
+        told(f"{kind.name}: {tried.not_run}")
+    assert tried.lost == 0, tried.examples
+    assert tried.tried >= 8 * saves  # 320 on four file systems in the long version
+
+
+def test_power_cuts_cost_the_peers_what_they_acknowledged_and_us_nothing(memory_dir):
+    table = peer_cuts(memory_dir, 1)
+    if isinstance(table, str):
+        told(table)
+    lost = {name: sum(found.get("new", 0) == 0 for found in cuts.values()) for name, cuts in table.items()}
+    assert lost["CheckpointStore"] == 0
+    assert lost["torch.save"] == lost["safetensors save_file"] == len(FILE_SYSTEMS)
+    assert lost["torch.save, then os.replace (the article)"] == len(FILE_SYSTEMS)
+    assert lost["torch.distributed.checkpoint"] >= 2
+
+
+def test_the_harness_finds_what_is_synced_and_what_is_lost(memory_dir):
+    def save(state, path):
+        with open(path, "wb") as file:
+            file.write(b"%d" % state["weight"][0, 0])
+            if sync:
+                file.flush()
+                __import__("os").fsync(file.fileno())
+
+    def load(path):
+        import torch
+        return {"weight": torch.full((64, 1024), float(path.read_bytes()))}
+
+    for sync, expected in ((True, "new"), (False, "old")):
+        table = peer_cuts(memory_dir / str(sync), 1, FILE_SYSTEMS[:1], [Peer("mine", save, load)])
+        if isinstance(table, str):
+            told(table)
+        [[found]] = [list(cuts.values()) for cuts in table.values()]
+        assert found == {expected: 1} or (not sync and "nothing" in found)
+
+
+def test_real_faults_of_the_kernel_are_told_and_cost_nothing(memory_dir):
+    tried = fail_really(memory_dir)
+    if tried.not_run:
+        told(tried.not_run)
+    assert tried.lost == 0 and tried.tried == 6, tried.examples
+
+
+def test_a_second_fsync_succeeds_over_lost_bytes(memory_dir):
+    "Why a failed fsync is never tried again."
+    def again():
+        private_mounts()
+        result = sync_again(memory_dir)
+        return [list(result.syncs), result.lost]
+
+    ended = in_child(again)
+    if ended.status:
+        told(ended.said.splitlines()[-1])
+    syncs, lost = ended.value()
+    assert lost and syncs[0] in ("ENOSPC", "EIO") and "" in syncs[1:]
+
+
+def test_an_oom_kill_in_a_save_costs_nothing(memory_dir):
+    tried = out_of_memory(memory_dir)
+    if tried.not_run:
+        told(tried.not_run)
+    assert tried.lost == 0 and tried.tried == 5, tried.examples

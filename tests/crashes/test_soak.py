@@ -1,0 +1,72 @@
+"""Random kills of real training runs, and the table."""
+
+import pytest
+
+from fault_tolerant_transformer_lab import crashes
+from fault_tolerant_transformer_lab.crashes import (
+    SOAK,
+    Reference,
+    Report,
+    Tried,
+    Watched,
+    attempt,
+    broken_by_kills,
+    crashtest,
+    soak,
+    undisturbed,
+)
+
+
+@pytest.mark.parametrize("kills", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_runs_killed_at_random_moments_end_as_the_undisturbed_run(memory_dir, kills):
+    tried = soak(memory_dir / "soak", kills=kills, n_workers=2, progress_bar=False)
+    assert tried.tried == kills and tried.lost == 0, tried.examples
+    assert tried.detail["longest_chain"] >= 5
+    assert {"recovering", "during_write"} <= set(tried.detail["phases"]), tried.detail
+    assert not (memory_dir / "soak").exists()
+
+
+def test_a_run_that_ends_otherwise_is_noticed(memory_dir):
+    config = SOAK.replace(steps=4)
+    reference = undisturbed(config, memory_dir / "reference")
+    assert not attempt(config, memory_dir / "run", Watched(), None)
+    assert broken_by_kills(memory_dir / "run", reference) == []
+    other = Reference("0" * 64, reference.metrics, 0)
+    assert broken_by_kills(memory_dir / "run", other) == ["the final state is another one"]
+    log = memory_dir / "run" / "metrics.jsonl"
+    log.write_bytes(log.read_bytes() + log.read_bytes().splitlines(keepends=True)[-1])
+    assert broken_by_kills(memory_dir / "run", reference) == [
+        "the metrics log does not have each step once", "the metrics log has other bytes"]
+
+
+def test_a_run_that_fails_by_itself_is_an_error_and_not_a_kill(memory_dir):
+    (memory_dir / "run").mkdir()
+    (memory_dir / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(RuntimeError, match="not a directory|NotADirectory"):
+        attempt(SOAK, memory_dir / "run", Watched(), None)
+
+
+def test_the_watched_child_tells_where_it_is():
+    watched = Watched()
+    watched("after_publication", 7)
+    assert (watched.phase, watched.acknowledged) == ("after_publication", 7)
+    watched.start()
+    assert (watched.phase, watched.acknowledged) == ("starting", 7)
+
+
+def test_the_table_counts_what_was_tried_lost_and_not_run():
+    report = Report("quick", [Tried("kills", 1000, 0), Tried("cuts", not_run="no loop device"), Tried("flips", 9, 2)])
+    lines = report.table().splitlines()
+    assert lines[2].split() == ["kills", "1,000", "0"] and lines[3].split() == ["flips", "9", "2"]
+    assert "not run: cuts: no loop device" in lines
+    assert report.lost == 2 and report.to_plain()["lost"] == 2
+    report.uncaught.append("no fsync")
+    assert report.lost == 3 and "NOT CAUGHT" in report.table()
+
+
+def test_one_campaign_by_name_and_an_unknown_scale(tmp_path):
+    report = crashtest(scale="quick", only=["copies"], directory=tmp_path, progress_bar=False)
+    assert [row.fault for row in report.rows] == ["copies with other timestamps"] and report.lost == 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="expected one of quick, ci, full, got 'huge'"):
+        crashes.crashtest(scale="huge")
