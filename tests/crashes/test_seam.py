@@ -48,7 +48,8 @@ def seen_by_the_kernel(text, root):
 @pytest.mark.skipif(not shutil.which("strace"), reason="not run: strace is not installed, and CI installs it")
 def test_the_kernel_saw_of_a_training_run_what_the_seam_recorded(tmp_path):
     root, log, said = tmp_path / "run", tmp_path / "trace", tmp_path / "said.json"
-    command = ["strace", "-f", "-y", "-s", "4096", "--seccomp-bpf", "-e", f"trace={','.join('?' + c for c in STRACED)}",
+    root.mkdir()
+    command = ["strace", "-f", "-y", "-s", "0", "--seccomp-bpf", "-e", f"trace={','.join('?' + c for c in STRACED)}",
                "-o", log, sys.executable, "-c", textwrap.dedent(CODE), root, said]
     done = subprocess.run(command, capture_output=True, text=True)
     if "ptrace" in done.stderr.lower() and not said.exists():
