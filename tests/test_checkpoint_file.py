@@ -189,6 +189,13 @@ def test_empty_tensors_of_any_shape_come_back(good):
         assert saved.tree["t"].load().shape == (1 << 30, 0, 1 << 20)
 
 
+def test_an_empty_tensor_whose_strides_would_overflow_is_refused(tmp_path):
+    write(tmp_path / "a", {"t": torch.empty(0)})
+    forge(tmp_path / "a", lambda entries, document: entries["t"].update(shape=[0, 1 << 40, 1 << 40]))
+    with pytest.raises(CheckpointCorruptError, match="larger than any memory"):
+        read_manifest(tmp_path / "a")
+
+
 def test_header_comes_last_and_every_byte_once():
     tree = {"big": torch.zeros(5_000_000), "strided": torch.zeros(3000, 1000).t(), "small": torch.zeros(3)}
     encoding = encode(snapshot(tree))
