@@ -739,6 +739,44 @@ def test_optimizers_that_do_not_fit_are_refused_before_anything_changes():
         assert problem(Contract(optimizer=other), make(adam)) == ["optimizer"]
 
 
+def test_moments_of_parameters_in_another_order_are_refused_where_their_shapes_tell():
+    def stepped(shapes):
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.step()
+        return Contract(optimizer=optimizer)
+
+    contract = stepped([3, 2])
+    before = bits(contract)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        contract.restore(freeze(stepped([2, 3]).capture(step=1)))
+    moments = [f"optimizer.state[{i}].{key}" for i in (0, 1) for key in ("exp_avg", "exp_avg_sq")]
+    assert [field.field for field in refused.value.fields] == moments and bits(contract) == before
+
+
+def test_moments_keep_a_dtype_that_is_not_their_parameters():
+    class Wide(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("sum", torch.full((3,), 1 / 3, dtype=torch.float32)).add_(1e-6)
+                self.state[parameter]["count"] = torch.tensor([2**40], dtype=torch.int64)
+
+    def make():
+        return Wide([nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], {})
+
+    original, fresh, used = make(), make(), make()
+    original.step()
+    saved = freeze(Contract(optimizer=original).capture(step=1))
+    used.step()
+    used.step()
+    for optimizer in (fresh, used):
+        contract = Contract(optimizer=optimizer)
+        contract.restore(saved)
+        assert bits(contract) == bits(Contract(optimizer=original))
+
+
 def test_a_changed_learning_rate_is_the_schedules_affair_and_comes_back():
     a, b = (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr) for lr in (0.1, 0.3))
     Contract(optimizer=b).restore(freeze(Contract(optimizer=a).capture(step=0)))
