@@ -1,5 +1,6 @@
 """Publication under fault: each operation killed and failed, two writers, hostile names, the kernel's own record."""
 
+import ctypes
 import errno
 import json
 import os
@@ -130,6 +131,7 @@ def test_files_and_directories_are_private_and_not_inherited(directory):
                 self.inherited.append(os.get_inheritable(result))
             return result
 
+    os.umask(0)
     store_with(directory, 1, disk=(disk := Nosy()))
     assert len(disk.inherited) >= 4 and not any(disk.inherited)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -867,6 +869,20 @@ def test_children_of_the_holder_keep_no_lock(directory):
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_child_that_python_did_not_fork_keeps_no_lock_after_an_orderly_end(directory):
+    "C's own fork runs no hook of Python's, so that child holds a copy until it ends; leaving the store unlocks it."
+    libc = ctypes.CDLL(None)
+    with CheckpointStore(directory):
+        child = libc.fork()
+        if child == 0:
+            libc.pause()
+            os._exit(0)
+    try:
+        assert store_with(directory, 1).latest().step == 1
+    finally:
+        end(child)
+
+
 def test_a_run_that_outlives_its_launcher_is_named(directory):
     reading, writing = os.pipe()
     launcher = os.fork()
@@ -1110,6 +1126,36 @@ def test_two_writers_of_one_small_file_never_mix(tmp_path):
             children.pop(0)
     write_atomically(path, b"last")
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_writer_in_the_middle_is_not_robbed_of_its_temporary(tmp_path):
+    path, (going, go), (saying, say) = tmp_path / "result.json", os.pipe(), os.pipe()
+
+    class Waiting(Disk):
+        def operation(self, name, path, call):
+            if name == "fsync":
+                os.write(say, b"x")
+                os.read(going, 1)
+            return call()
+
+    def slow():
+        write_atomically(path, b"slow", Waiting())
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            slow()
+        finally:
+            os._exit(1)
+    os.read(saying, 1)
+    write_atomically(path, b"quick")
+    assert path.read_bytes() == b"quick" and len(list(tmp_path.glob(".*.tmp"))) == 1
+    os.write(go, b"x")
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1, "it came to its end without an error"
+    assert path.read_bytes() == b"slow" and [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    for fd in (going, go, saying, say):
+        os.close(fd)
 
 
 def test_a_small_file_makes_its_directories_durable(tmp_path):
