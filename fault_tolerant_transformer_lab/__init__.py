@@ -26,7 +26,12 @@ if TYPE_CHECKING:
         RandomGenerators,
     )
     from fault_tolerant_transformer_lab.equivalence import prove_restart, prove_training
-    from fault_tolerant_transformer_lab.publication import CheckpointLockedError, CheckpointStore, NoCheckpointError
+    from fault_tolerant_transformer_lab.publication import (
+        CheckpointLockedError,
+        CheckpointStore,
+        NoCheckpointError,
+        PublicationError,
+    )
     from fault_tolerant_transformer_lab.training import train
 
 _ROOM_OF = {
@@ -50,6 +55,7 @@ _ROOM_OF = {
     "CheckpointLockedError": "publication",
     "CheckpointStore": "publication",
     "NoCheckpointError": "publication",
+    "PublicationError": "publication",
     "train": "training",
     "prove_restart": "equivalence",
     "prove_training": "equivalence",
@@ -68,6 +74,7 @@ __all__ = [
     "NamedGenerator",
     "NoCheckpointError",
     "Progress",
+    "PublicationError",
     "RandomGenerators",
     "UnknownSchemaError",
     "diff",
