@@ -196,6 +196,17 @@ def test_an_empty_tensor_whose_strides_would_overflow_is_refused(tmp_path):
         read_manifest(tmp_path / "a")
 
 
+def test_a_header_of_too_many_values_is_neither_read_nor_written(good, monkeypatch):
+    n_values = sum(map(header_of(good)[0].count, ",:[{"))
+    monkeypatch.setattr(checkpoint_file, "MAX_HEADER_VALUES", n_values)
+    verify(good)
+    monkeypatch.setattr(checkpoint_file, "MAX_HEADER_VALUES", n_values - 1)
+    with pytest.raises(CheckpointCorruptError, match="values, at most"):
+        read_manifest(good)
+    with pytest.raises(ContractError, match="long plain values"):
+        encode(snapshot({"many": list(range(n_values))}))
+
+
 def test_header_comes_last_and_every_byte_once():
     tree = {"big": torch.zeros(5_000_000), "strided": torch.zeros(3000, 1000).t(), "small": torch.zeros(3)}
     encoding = encode(snapshot(tree))
