@@ -7,19 +7,19 @@ __all__ = ['Moment', 'ERRNOS', 'SHORT', 'BLOCK', 'Profile', 'PROFILES', 'MAX_PEN
            'PEERS', 'REAL_FAULTS', 'PLANTS', 'PLACES', 'SCALES', 'ChildEnd', 'start_child', 'end_of', 'in_child',
            'in_parallel', 'KillingDisk', 'moments_of', 'Expectation', 'Found', 'read_back', 'violations', 'Tried',
            'continue_example', 'temporaries_in', 'kill_once', 'kill_everywhere', 'FailingDisk', 'may_stay_silent',
-           'untold', 'fail_once', 'fail_everywhere', 'PageCache', 'laid_out', 'EntryChange', 'FileSystem',
-           'tiny_contract', 'Recording', 'content_of', 'record_saves', 'CrashState', 'key_of', 'crash_states',
-           'distinct_states', 'build', 'resume_and_save', 'examine', 'judge_states', 'WithoutFileSync',
-           'WithoutDirectorySync', 'WithoutTemporary', 'RenameBeforeSync', 'RetentionFirst', 'RetriedSync', 'Caught',
-           'described', 'convict', 'BrokenSync', 'Watched', 'run_once', 'Reference', 'undisturbed', 'broken_by_kills',
-           'attempt', 'soak', 'FileSystemKind', 'private_mounts', 'copy_sparse', 'Machine', 'CuttingDisk',
-           'cut_everywhere', 'power_cuts', 'Peer', 'found_after', 'peer_cuts', 'WithoutSpaceCheck', 'RealFault',
-           'suffer', 'fail_really', 'SecondSync', 'sync_again', 'memory_cgroup', 'HungryDisk', 'out_of_memory',
-           'Damage', 'flips', 'misplaced', 'sealed', 'forgeries', 'undetected', 'two_checkpoints', 'damage_everywhere',
-           'peer_flips', 'refused_to', 'two_writers', 'hostile_once', 'hostile_everywhere', 'copies', 'Scale', 'Report',
-           'crashtest']
+           'untold', 'fail_once', 'fail_everywhere', 'PageCache', 'laid_out', 'EntryChange', 'renamed',
+           'FollowedOperations', 'FileSystem', 'tiny_contract', 'Recording', 'content_of', 'record_saves', 'CrashState',
+           'key_of', 'crash_states', 'distinct_states', 'build', 'resume_and_save', 'examine', 'judge_states',
+           'WithoutFileSync', 'WithoutDirectorySync', 'WithoutTemporary', 'RenameBeforeSync', 'RetentionFirst',
+           'RetriedSync', 'Caught', 'described', 'convict', 'BrokenSync', 'Watched', 'run_once', 'Reference',
+           'undisturbed', 'broken_by_kills', 'attempt', 'soak', 'FileSystemKind', 'private_mounts', 'copy_sparse',
+           'Machine', 'CuttingDisk', 'cut_everywhere', 'power_cuts', 'Peer', 'found_after', 'peer_cuts',
+           'WithoutSpaceCheck', 'RealFault', 'suffer', 'fail_really', 'SecondSync', 'sync_again', 'memory_cgroup',
+           'HungryDisk', 'out_of_memory', 'Damage', 'flips', 'misplaced', 'sealed', 'forgeries', 'undetected',
+           'two_checkpoints', 'damage_everywhere', 'peer_flips', 'refused_to', 'two_writers', 'hostile_once',
+           'hostile_everywhere', 'copies', 'Scale', 'Report', 'crashtest']
 
-# %% ../nbs/08_crashes.ipynb #cell-002
+# %% ../nbs/08_crashes.ipynb #cell-003
 import ctypes
 import errno
 import itertools
@@ -36,6 +36,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -68,7 +69,7 @@ from fault_tolerant_transformer_lab.publication import (
 )
 from .training import deterministic, train
 
-# %% ../nbs/08_crashes.ipynb #cell-004
+# %% ../nbs/08_crashes.ipynb #cell-010
 _T = TypeVar("_T")
 _NOT_CRASHED = 0
 
@@ -102,6 +103,7 @@ def start_child(
     status = 1
     try:
         os.close(reading)
+        tqdm.set_lock(threading.RLock())  # else a child that is killed while it holds tqdm's would stop all others
         try:
             said, status = json.dumps(work()), 0
         except BaseException:  # a child never returns into its parent's code
@@ -124,7 +126,7 @@ def end_of(
         return ChildEnd(os.WTERMSIG(status), 0, said)
     return ChildEnd(0, os.WEXITSTATUS(status), said)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-011
 def in_child(
     work: Callable[[], Any],  # runs in the child; its result must be JSON data
 ) -> ChildEnd:
@@ -142,7 +144,7 @@ def in_parallel(
     children = [start_child(lambda i=i: work(i, n_workers)) for i in range(n_workers)]  # type: ignore[misc]
     return [end_of(*child).value() for child in children]
 
-# %% ../nbs/08_crashes.ipynb #cell-006
+# %% ../nbs/08_crashes.ipynb #cell-015
 Moment = Literal["before", "middle", "after"]
 
 
@@ -181,7 +183,7 @@ def moments_of(
     "When a kill at this operation can make a difference."
     return ("before", "middle", "after") if record.n_bytes else ("before", "after")
 
-# %% ../nbs/08_crashes.ipynb #cell-008
+# %% ../nbs/08_crashes.ipynb #cell-017
 @dataclass(frozen=True)
 class Expectation:
     "What a reader must find after a crash."
@@ -236,7 +238,7 @@ def violations(
         wrong.append(f"the next save fails: {found.next_save}")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-009
+# %% ../nbs/08_crashes.ipynb #cell-020
 @dataclass
 class Tried:
     "One kind of fault: how often it was tried, and what was lost."
@@ -268,7 +270,7 @@ class Tried:
         self.tried, self.lost = self.tried + other.tried, self.lost + other.lost
         self.examples = (self.examples + other.examples)[:5]
 
-# %% ../nbs/08_crashes.ipynb #cell-011
+# %% ../nbs/08_crashes.ipynb #cell-022
 def continue_example(
     directory: Path,  # a store's
     steps: int,  # completed steps to reach
@@ -317,7 +319,7 @@ def kill_once(
     shutil.rmtree(place)
     return wrong
 
-
+# %% ../nbs/08_crashes.ipynb #cell-023
 def kill_everywhere(
     work: Path,  # an empty folder to work in
     before: int,  # saves that precede the one that is killed; 0 kills the first of all
@@ -340,7 +342,7 @@ def kill_everywhere(
     tried.detail = {"operations": len(recorder.records)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-013
+# %% ../nbs/08_crashes.ipynb #cell-027
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EINTR", "EMFILE", "EFBIG")
 SHORT = "short write"  # no error: a write takes half of its bytes
 _NEVER_AGAIN = ("fsync", "close", "sync_directory")
@@ -389,7 +391,7 @@ def may_stay_silent(
         return code == "EACCES"
     return name == "close" and path.name == ".lock"
 
-
+# %% ../nbs/08_crashes.ipynb #cell-028
 def untold(
     error: CheckpointError | None,  # what a caller got
     failed: tuple[str, Path],  # the operation that failed, and what it was about
@@ -442,7 +444,7 @@ def fail_once(
         wrong.append(f"{failed_at[0]} was tried again")
     return wrong + untold(told, failed_at, disk.code)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-029
 def _tried_again(disk: FailingDisk) -> bool:
     "Whether the operation that failed came again before another began on a new file."
     after = disk.seen[disk.k + 1:]
@@ -480,13 +482,13 @@ def fail_everywhere(
     tried.detail = {"operations": len(recorder.records), "errnos": len(ERRNOS)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-015
+# %% ../nbs/08_crashes.ipynb #cell-033
 BLOCK = 4096
 Profile = Literal["ordered", "weak", "non-atomic rename"]
 PROFILES: tuple[Profile, ...] = ("ordered", "weak", "non-atomic rename")
 MAX_PENDING = 12  # blocks of one file that are left open; the rest counts as written
 
-
+# %% ../nbs/08_crashes.ipynb #cell-034
 class PageCache:
     "One file: what is on the device for certain, and what is not."
 
@@ -542,7 +544,7 @@ class PageCache:
                     found[laid_out(self.durable, blocks, size, fill)] = None
         return list(found)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-035
 def laid_out(
     durable: bytes,  # what is below
     blocks: Iterable[tuple[int, bytes]],  # numbers and bytes of the blocks that lie over it
@@ -556,7 +558,7 @@ def laid_out(
         content[number * BLOCK:number * BLOCK + len(part)] = part
     return bytes(content)
 
-# %% ../nbs/08_crashes.ipynb #cell-016
+# %% ../nbs/08_crashes.ipynb #cell-038
 @dataclass(frozen=True)
 class EntryChange:
     "One change of a directory's entries: names that get a file, and names that go."
@@ -574,9 +576,21 @@ class EntryChange:
         "The directories that it is about."
         return {path.parent for path, _ in self.added} | {path.parent for path in self.removed}
 
+def renamed(
+    path: Path,  # the name before
+    target: Path,  # the name afterwards
+    number: int,  # of the file
+    profile: Profile,  # whether it happens in one step
+) -> tuple[EntryChange, ...]:
+    "The changes that a rename is made of."
+    added, removed = ((target, number),), (path,)
+    if profile == "non-atomic rename":
+        return EntryChange(added=added), EntryChange(removed=removed)
+    return (EntryChange(added, removed),)
 
-class FileSystem:
-    "A file system as a crash sees it: what is pinned, and what is pending."
+# %% ../nbs/08_crashes.ipynb #cell-039
+class FollowedOperations:
+    "What is pinned and what is pending after some operations."
 
     def __init__(
         self,
@@ -620,25 +634,22 @@ class FileSystem:
         elif record.name == "unlink":
             self._change(EntryChange(removed=(path,)))
         elif record.name == "replace":
-            self._rename(path, target)
+            self._change(*renamed(path, target, self.live[path], self.profile))
         elif record.name == "sync_directory":
             self._pin(path)
 
     def _file(self, path: Path) -> PageCache:
         return self.files[self.live[path]]
 
-    def _rename(self, path: Path, target: Path) -> None:
-        added, removed = ((target, self.live[path]),), (path,)
-        if self.profile == "non-atomic rename":
-            self._change(EntryChange(added=added), EntryChange(removed=removed))
-        else:
-            self._change(EntryChange(added, removed))
-
     def _pin(self, directory: Path) -> None:
         for change in self.pending:
             if directory in change.parents():
                 change.apply(self.durable)
         self.pending = [change for change in self.pending if directory not in change.parents()]
+
+# %% ../nbs/08_crashes.ipynb #cell-040
+class FileSystem(FollowedOperations):
+    "A file system as a crash sees it: everything that may be there when the power is back."
 
     def entries(self) -> list[dict[Path, int]]:
         "Every set of names that a crash may leave."
@@ -669,12 +680,12 @@ class FileSystem:
                     given[lock] = variants[lock][i % len(variants[lock])]
                 yield {str(path): given.get(number) for path, number in reached.items()}
 
-
+# %% ../nbs/08_crashes.ipynb #cell-041
 def _is_reachable(path: Path, names: Mapping[Path, int]) -> bool:
     "Whether the directories above a name are there; the root always is."
     return all(parent == Path(".") or parent in names for parent in path.parents)
 
-# %% ../nbs/08_crashes.ipynb #cell-017
+# %% ../nbs/08_crashes.ipynb #cell-046
 def tiny_contract(
     step: int,  # completed steps
     n_blocks: int = 1,  # blocks of 4,096 bytes that its file has besides the header's
@@ -707,7 +718,7 @@ def content_of(
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
             for path in sorted(root.rglob("*"))}
 
-
+# %% ../nbs/08_crashes.ipynb #cell-047
 def record_saves(
     root: Path,  # an empty folder
     *,
@@ -725,22 +736,22 @@ def record_saves(
                 writer.save(tiny_contract(step, n_blocks))
     base, expected = content_of(root), [Expectation(before, before, min(before, keep_last))]
 
-    def note(acknowledged: int, begun: int) -> None:
+    def _note(acknowledged: int, begun: int) -> None:
         promise = Expectation(acknowledged, begun, min(acknowledged, keep_last))
         expected.extend([promise] * (1 + len(disk.records) - len(expected)))
 
     with CheckpointStore(store, keep_last=keep_last, disk=disk) as writer:
         acknowledged = before
         for step in range(before + 1, before + saves + 1):
-            note(acknowledged, step - 1)
+            _note(acknowledged, step - 1)
             with suppress(PublicationError):
                 acknowledged = writer.save(tiny_contract(step, n_blocks)).step
-            note(expected[-1].acknowledged, step)
+            _note(expected[-1].acknowledged, step)
             expected[-1] = Expectation(acknowledged, step, min(acknowledged, keep_last))
-    note(acknowledged, before + saves)
+    _note(acknowledged, before + saves)
     return Recording(root, base, tuple(disk.records), tuple(expected), n_blocks)
 
-# %% ../nbs/08_crashes.ipynb #cell-018
+# %% ../nbs/08_crashes.ipynb #cell-048
 @dataclass
 class CrashState:
     "One thing that may be on the device after a crash, and every promise that it has to keep."
@@ -788,7 +799,7 @@ def distinct_states(
             state.expected.setdefault(promise, where)
     return states
 
-
+# %% ../nbs/08_crashes.ipynb #cell-049
 def build(
     content: Mapping[str, bytes | None],  # of a state
     root: Path,  # an empty folder
@@ -834,7 +845,7 @@ def examine(
     shutil.rmtree(root)
     return Found(found.latest, found.whole, found.damaged, problem)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-050
 def judge_states(
     recording: Recording,  # what was done
     states: Mapping[bytes, CrashState],  # from `distinct_states`
@@ -843,7 +854,7 @@ def judge_states(
     bar: bool = False,  # show how far it is
 ) -> Tried:
     "Run the real reader and the real writer on every state."
-    def share(worker: int, n: int) -> dict[str, Any]:
+    def _share(worker: int, n: int) -> dict[str, Any]:
         tried, place = Tried("crash states"), work / f"worker-{worker}"
         mine = sorted(states)[worker::n]
         for key in tqdm(mine, unit="state", disable=not (bar and worker == 0)):
@@ -854,11 +865,11 @@ def judge_states(
         return asdict(tried)
 
     total = Tried("crash states after power loss, every file system model")
-    for part in in_parallel(share, n_workers):
+    for part in in_parallel(_share, n_workers):
         total.merge(Tried(**part))
     return total
 
-# %% ../nbs/08_crashes.ipynb #cell-020
+# %% ../nbs/08_crashes.ipynb #cell-057
 class WithoutFileSync(RecordingDisk):
     "A disk that does not sync files: what `torch.save` followed by `os.replace` does."
 
@@ -912,7 +923,7 @@ class RetentionFirst(RecordingDisk):
         self.unlink(directory, min(n for n in os.listdir(directory) if step_of(n) is not None))
         return super().create(directory, name)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-058
 class RetriedSync(RecordingDisk):
     "A disk whose first sync of each file fails, and which tries again, as a well-meaning loop would."
 
@@ -937,7 +948,7 @@ MUTANTS: dict[str, type[RecordingDisk]] = {
     "fsync retried": RetriedSync,
 }
 
-# %% ../nbs/08_crashes.ipynb #cell-021
+# %% ../nbs/08_crashes.ipynb #cell-059
 @dataclass(frozen=True)
 class Caught:
     "A state that convicts a mutant."
@@ -992,7 +1003,7 @@ def convict(
                 return Caught(name, len(seen), where, tuple(wrong), described(content, recording))
     return None
 
-
+# %% ../nbs/08_crashes.ipynb #cell-060
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, mode=0o700)
     return folder
@@ -1017,7 +1028,7 @@ class BrokenSync(RecordingDisk):
             self.perform("fsync", self.path_of(fd), _fail_with_eio)
         super().fsync(fd)
 
-# %% ../nbs/08_crashes.ipynb #cell-023
+# %% ../nbs/08_crashes.ipynb #cell-068
 SOAK = ExperimentConfig(
     vocab_size=32, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.1, seed=2712, steps=60, batch_size=2,
     learning_rate=3e-3, checkpoint_every=2, weight_decay=0.1, grad_clip=1.0,
@@ -1071,7 +1082,7 @@ class Reference:
     metrics: bytes
     seconds: float  # it took
 
-
+# %% ../nbs/08_crashes.ipynb #cell-069
 def undisturbed(
     config: ExperimentConfig,  # what to train
     folder: Path,  # the run's
@@ -1103,7 +1114,13 @@ def broken_by_kills(
         wrong.append(f"{', '.join(left)} is left")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-024
+# %% ../nbs/08_crashes.ipynb #cell-070
+def _run_quietly(config: ExperimentConfig, folder: Path, watched: Watched) -> str:
+    "In a child: what each start has to say about the kill before is no news here."
+    logging.disable(logging.WARNING)
+    return run_once(config, folder, watched)
+
+
 def attempt(
     config: ExperimentConfig,  # what to train
     folder: Path,  # the run's
@@ -1112,7 +1129,7 @@ def attempt(
 ) -> bool:  # whether it was killed
     "Start or resume a run in a child, and perhaps kill it. Raises `RuntimeError` where it fails by itself."
     watched.start()
-    child, reading = start_child(lambda: run_once(config, folder, watched))
+    child, reading = start_child(lambda: _run_quietly(config, folder, watched))
     if kill_after is not None and not select.select([reading], [], [], kill_after)[0]:
         os.kill(child, signal.SIGKILL)
     ended = end_of(child, reading)
@@ -1136,14 +1153,14 @@ def soak(
     directory.mkdir(parents=True, exist_ok=True)
     reference = undisturbed(config, directory / "reference")
 
-    def share(worker: int, n: int) -> dict[str, Any]:
+    def _share(worker: int, n: int) -> dict[str, Any]:
         own = kills // n + (worker < kills % n)
         with tqdm(total=own, unit="kill", disable=not show or worker > 0) as bar:
             return asdict(_soak(directory / f"worker-{worker}", own, config, seed * 1000 + worker, reference, bar))
 
     total = Tried("SIGKILL at random moments of training runs")
     phases: Counter[str] = Counter()
-    for part in in_parallel(share, n_workers):
+    for part in in_parallel(_share, n_workers):
         total.merge(Tried(**part))
         phases.update(part["detail"]["phases"])
         for name, combine in (("runs", sum), ("longest_chain", max)):
@@ -1153,7 +1170,7 @@ def soak(
         shutil.rmtree(directory)
     return total
 
-
+# %% ../nbs/08_crashes.ipynb #cell-071
 def _soak(
     work: Path, kills: int, config: ExperimentConfig, seed: int, reference: Reference, bar: "tqdm[Any]",
 ) -> Tried:
@@ -1183,7 +1200,7 @@ def _soak(
     tried.detail = {"runs": n_runs, "longest_chain": longest, "phases": dict(phases)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-026
+# %% ../nbs/08_crashes.ipynb #cell-075
 @dataclass(frozen=True)
 class FileSystemKind:
     "A file system to lose power on."
@@ -1221,7 +1238,7 @@ def _tool(*command: str | Path) -> None:
     if done.returncode:
         raise OSError(errno.EPERM, f"{command[0]}: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
 
-
+# %% ../nbs/08_crashes.ipynb #cell-076
 def copy_sparse(
     source: Path,  # an image
     target: Path,  # is made, with the same holes
@@ -1278,7 +1295,7 @@ class Machine:
         "Unmount."
         _tool("umount", self.live)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-077
 class CuttingDisk(RecordingDisk):
     "Cuts the power after each operation, and looks at what a reader and the next writer find."
 
@@ -1314,16 +1331,17 @@ class CuttingDisk(RecordingDisk):
         found = Found(found.latest, found.whole, found.damaged, problem)
         self.tried.add(violations(found, self.promise), f"{self.machine.kind.name}, after {where}")
 
-# %% ../nbs/08_crashes.ipynb #cell-027
+# %% ../nbs/08_crashes.ipynb #cell-078
 def cut_everywhere(
     kind: FileSystemKind,  # where the store lies
     work: Path,  # an empty folder, best in memory
     saves: int,  # saves in which the power is cut after every operation, the store's first included
     n_blocks: int = 3,  # see `tiny_contract`
+    disk_type: type[CuttingDisk] = CuttingDisk,  # for a mutant, a subclass
 ) -> Tried:
     "Cut the power after each operation of some saves. Needs a process with private mounts."
     machine = Machine(kind, work)
-    disk = CuttingDisk(machine, n_blocks)
+    disk = disk_type(machine, n_blocks)
     with CheckpointStore(machine.live / "checkpoints", keep_last=2, disk=disk) as store:
         for step in range(1, saves + 1):
             disk.promise = Expectation(step - 1, step, min(step - 1, 2))
@@ -1338,20 +1356,21 @@ def power_cuts(
     work: Path,  # an empty folder, best in memory
     saves: int = 4,  # see `cut_everywhere`
     kinds: Sequence[FileSystemKind] = FILE_SYSTEMS,  # where to lose power
+    disk_type: type[CuttingDisk] = CuttingDisk,  # for a mutant, a subclass
 ) -> list[Tried]:  # one for each file system
     "Cut the power on each file system, in a child of its own; where this is not permitted, say so."
     results = []
     for i, kind in enumerate(kinds):
-        def one(kind: FileSystemKind = kind, folder: Path = work / f"machine-{i}") -> dict[str, Any]:
+        def _one(kind: FileSystemKind = kind, folder: Path = work / f"machine-{i}") -> dict[str, Any]:
             try:
                 private_mounts()
-                return asdict(cut_everywhere(kind, _made(folder), saves))
+                return asdict(cut_everywhere(kind, _made(folder), saves, disk_type=disk_type))
             except OSError as error:
                 return asdict(Tried(f"power cut, {kind.name}", not_run=error.strerror or str(error)))
-        results.append(Tried(**in_child(one).value()))
+        results.append(Tried(**in_child(_one).value()))
     return results
 
-# %% ../nbs/08_crashes.ipynb #cell-029
+# %% ../nbs/08_crashes.ipynb #cell-084
 State = dict[str, torch.Tensor]
 
 
@@ -1408,7 +1427,7 @@ def _lab_save(state: State, path: Path) -> None:
     with CheckpointStore(path, keep_last=1) as store:
         store.save(_peer_contract(state), step)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-085
 def _lab_load(path: Path) -> State:
     state = {"weight": torch.zeros(_PEER_SHAPE)}
     CheckpointStore(path).restore(_peer_contract(state))
@@ -1430,7 +1449,7 @@ PEERS = (
     Peer("CheckpointStore", _lab_save, _lab_load),
 )
 
-# %% ../nbs/08_crashes.ipynb #cell-030
+# %% ../nbs/08_crashes.ipynb #cell-086
 def found_after(
     peer: Peer,  # whose file it is
     path: Path,  # after the cut
@@ -1455,7 +1474,7 @@ def peer_cuts(
     peers: Sequence[Peer] = PEERS,  # who saves
 ) -> dict[str, dict[str, dict[str, int]]] | str:  # peer, file system, what was found, how often; or why it was not run
     "Save one state and sync everything; save the next over it, and cut the power when that call has returned."
-    def one(kind: FileSystemKind, folder: Path) -> dict[str, list[str]]:
+    def _one(kind: FileSystemKind, folder: Path) -> dict[str, list[str]]:
         private_mounts()
         logging.disable(logging.CRITICAL)  # of what is missing, which is what we want to find out
         machine = Machine(kind, _made(folder))
@@ -1475,14 +1494,14 @@ def peer_cuts(
 
     table: dict[str, dict[str, dict[str, int]]] = {peer.name: {} for peer in peers}
     for i, kind in enumerate(kinds):
-        ended = in_child(lambda kind=kind, i=i: one(kind, work / f"peers-{i}"))  # type: ignore[misc]
+        ended = in_child(lambda kind=kind, i=i: _one(kind, work / f"peers-{i}"))  # type: ignore[misc]
         if ended.status or ended.signal:
             return f"{kind.name}: {ended.said.strip().splitlines()[-1] if ended.said else ended.signal}"
         for name, outcomes in ended.value().items():
             table[name][kind.name] = dict(Counter(outcomes))
     return table
 
-# %% ../nbs/08_crashes.ipynb #cell-032
+# %% ../nbs/08_crashes.ipynb #cell-090
 class WithoutSpaceCheck(Disk):
     "A disk that does not tell how much is free, so that it is the write that fails."
 
@@ -1502,9 +1521,9 @@ class RealFault:
 
 
 def _remount(options: str) -> Callable[[Path], None]:
-    def arrange(root: Path) -> None:
+    def _arrange(root: Path) -> None:
         _tool("mount", "-o", f"remount,{options}", root)
-    return arrange
+    return _arrange
 
 
 def _fill(root: Path) -> None:
@@ -1514,9 +1533,9 @@ def _fill(root: Path) -> None:
 
 
 def _limit(kind: int, value: int) -> Callable[[Path], None]:
-    def arrange(root: Path) -> None:
+    def _arrange(root: Path) -> None:
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
-    return arrange
+    return _arrange
 
 
 def _no_descriptor_left(root: Path) -> None:
@@ -1534,7 +1553,7 @@ def _no_inode_left(root: Path) -> None:
         for i in itertools.count():
             (root / f"other-{i}").touch()
 
-
+# %% ../nbs/08_crashes.ipynb #cell-091
 REAL_FAULTS = (
     RealFault("full file system", "size=400k", _fill, "ENOSPC"),
     RealFault("read-only mount", "size=4m", _remount("ro"), "EROFS"),
@@ -1583,7 +1602,7 @@ def _finish_elsewhere(store: Path, copy: Path) -> str:
     shutil.copytree(store, copy)
     return continue_example(copy, 4)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-092
 def fail_really(
     work: Path,  # an empty folder
     faults: Sequence[RealFault] = REAL_FAULTS,  # what to try
@@ -1591,20 +1610,20 @@ def fail_really(
     "Try each real fault, in a child of its own."
     tried = Tried("errnos of real faults (" + ", ".join(fault.name for fault in faults) + ")")
     for i, fault in enumerate(faults):
-        def one(fault: RealFault = fault, root: Path = work / f"fault-{i}" / "disk") -> list[str] | str:
+        def _one(fault: RealFault = fault, root: Path = work / f"fault-{i}" / "disk") -> list[str] | str:
             try:
                 private_mounts()
                 return suffer(fault, _made(root))
             except OSError as error:
                 return str(error)
-        wrong = in_child(one).value()
+        wrong = in_child(_one).value()
         if isinstance(wrong, str):
             tried.not_run = f"{fault.name}: {wrong}"
         else:
             tried.add(wrong, fault.name)
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-034
+# %% ../nbs/08_crashes.ipynb #cell-096
 @dataclass(frozen=True)
 class SecondSync:
     "What happens when a failed fsync is tried again."
@@ -1637,7 +1656,7 @@ def sync_again(
     n_stored = os.stat(host / "image").st_blocks * 512
     return SecondSync(tuple(said), n_stored < len(data))
 
-# %% ../nbs/08_crashes.ipynb #cell-036
+# %% ../nbs/08_crashes.ipynb #cell-101
 def memory_cgroup() -> tuple[Path, Path, str] | None:  # a parent group, its limit's name, and the tasks file's name
     "Where this process may make a memory cgroup of its own: of version 2 or 1."
     lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
@@ -1677,7 +1696,7 @@ class HungryDisk(Disk):
             raise AssertionError(f"{len(eaten)} MiB were eaten, and the kernel did nothing")
         return call()
 
-
+# %% ../nbs/08_crashes.ipynb #cell-102
 def out_of_memory(
     work: Path,  # an empty folder on a real disk
     operations: Sequence[str] = ("create", "write", "fsync", "replace", "sync_directory"),  # where in a save
@@ -1714,7 +1733,7 @@ def _eat(store: Path, group: Path, name: str) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()))
     continue_example(store, 3, HungryDisk(name, 256 << 20))
 
-# %% ../nbs/08_crashes.ipynb #cell-038
+# %% ../nbs/08_crashes.ipynb #cell-106
 @dataclass(frozen=True)
 class Damage:
     "One way to damage a file."
@@ -1765,7 +1784,7 @@ def misplaced(
             mixed = [*blocks[:i], others[i], *blocks[i + 1:]]
             yield Damage("blocks of another step", str(i), b"".join(mixed))
 
-# %% ../nbs/08_crashes.ipynb #cell-039
+# %% ../nbs/08_crashes.ipynb #cell-107
 def sealed(
     text: str,  # a header's JSON, with 64 zeros where its own digest goes
     data: bytes,  # what follows
@@ -1793,26 +1812,26 @@ def forgeries(
     begin, end = entries[name]["data_offsets"]
     shape = json.dumps(entries[name]["shape"], separators=(",", ":"))
 
-    def swapped(old: str, new: str) -> str:
+    def _swapped(old: str, new: str) -> str:
         assert old in text
         return text.replace(old, new, 1)
 
     for offsets in (f"[{begin},{end + 4}]", f"[{begin},{len(data) + 4096}]", f"[{end},{begin}]", "[-8,-4]", "[.5,4.5]",
                     f"[{begin},{1 << 63}]", f"[{begin},{10 ** 400}]", f"[{begin},1e300]", "[0]", "[]", "null",
                     '["0","4"]', "[true,4]", "[NaN,4]", f"[{begin},{end},{end}]"):
-        forged = swapped(f'"data_offsets":{span}', f'"data_offsets":{offsets}')
+        forged = _swapped(f'"data_offsets":{span}', f'"data_offsets":{offsets}')
         yield Damage("forged offsets", offsets[:40], sealed(forged, data))
     for wrong in ("[-1]", "[1.5]", f"[{1 << 62},{1 << 62}]", f"[{10 ** 400}]", "[[1]]", "{}", '"1"', "[null]"):
-        yield Damage("forged shapes", wrong[:40], sealed(swapped(f'"shape":{shape}', f'"shape":{wrong}'), data))
+        yield Damage("forged shapes", wrong[:40], sealed(_swapped(f'"shape":{shape}', f'"shape":{wrong}'), data))
     quoted = json.dumps(name)
     entry = json.dumps(entries[name], separators=(",", ":"))
     for what, forged in {
         "a key twice": f"{text[:-1]},{quoted}:{entry}}}",
         "the metadata twice": f'{text[:-1]},"__metadata__":{{}}}}',
-        "a name with path parts": swapped(quoted, '"../../../etc/passwd"'),
-        "an absolute name": swapped(quoted, '"/etc/passwd"'),
-        "an unknown dtype": swapped('"dtype":"F32"', '"dtype":"F33"'),
-        "lists in lists": swapped(f'"shape":{shape}', '"shape":' + "[" * 100_000 + "]" * 100_000),
+        "a name with path parts": _swapped(quoted, '"../../../etc/passwd"'),
+        "an absolute name": _swapped(quoted, '"/etc/passwd"'),
+        "an unknown dtype": _swapped('"dtype":"F32"', '"dtype":"F33"'),
+        "lists in lists": _swapped(f'"shape":{shape}', '"shape":' + "[" * 100_000 + "]" * 100_000),
         "objects in objects": text[:-1] + ',"x":' + '{"a":' * 50_000 + "1" + "}" * 50_001,
         "nothing": "{}", "a list": "[]", "no JSON": text[:-20],
     }.items():
@@ -1821,7 +1840,7 @@ def forgeries(
         if size != n_header - 8:
             yield Damage("absurd header sizes", f"{size:,}", size.to_bytes(8, "little") + good[8:])
 
-# %% ../nbs/08_crashes.ipynb #cell-040
+# %% ../nbs/08_crashes.ipynb #cell-108
 def undetected(
     path: Path,  # a file that may be damaged
 ) -> list[str]:  # nothing where the damage is reported as such, with its place
@@ -1852,7 +1871,7 @@ def damage_everywhere(
     "Damage a real checkpoint in every way, and ask for a refusal each time; memory is watched."
     good, other = two_checkpoints(work)
 
-    def share(worker: int, n: int) -> dict[str, Any]:
+    def _share(worker: int, n: int) -> dict[str, Any]:
         path = work / f"damaged-{worker}"
         rows: dict[str, Tried] = {}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -1866,14 +1885,14 @@ def damage_everywhere(
         return {"rows": [asdict(row) for row in rows.values()], "MiB": grown}
 
     total: dict[str, Tried] = {}
-    for part in in_parallel(share, n_workers):
+    for part in in_parallel(_share, n_workers):
         for row in part["rows"]:
             tried = total.setdefault(row["fault"], Tried(row["fault"]))
             tried.merge(Tried(**row))
             tried.detail["MiB"] = max(part["MiB"], tried.detail.get("MiB", 0))
     return list(total.values())
 
-
+# %% ../nbs/08_crashes.ipynb #cell-109
 def peer_flips(
     work: Path,  # an empty folder
     n: int = 300,  # flips for each peer
@@ -1881,7 +1900,7 @@ def peer_flips(
     "Flip single bits in the files of two peers, in children, because a damaged file may crash its reader."
     state = {"weight": torch.arange(_PEER_SHAPE[0] * _PEER_SHAPE[1], dtype=torch.float32).reshape(_PEER_SHAPE)}
 
-    def one(peer: Peer) -> dict[str, int]:
+    def _one(peer: Peer) -> dict[str, int]:
         path = work / "peer"
         peer.save(state, path)
         good, loaded = path.read_bytes(), 0
@@ -1892,10 +1911,10 @@ def peer_flips(
                 loaded += 1
         return {"flips": n, "loaded": loaded}
 
-    return {peer.name: in_child(lambda peer=peer: one(peer)).value()  # type: ignore[misc]
+    return {peer.name: in_child(lambda peer=peer: _one(peer)).value()  # type: ignore[misc]
             for peer in PEERS if peer.name in ("torch.save", "safetensors save_file")}
 
-# %% ../nbs/08_crashes.ipynb #cell-042
+# %% ../nbs/08_crashes.ipynb #cell-113
 def _hold(store: Path, ready: int, done: int) -> None:
     "In a child: hold the lock until `done` closes, and say so through `ready`."
     with CheckpointStore(store) as writer:
@@ -1944,7 +1963,7 @@ def two_writers(
         tried.add(_race(store), f"race {i}")
     return tried
 
-
+# %% ../nbs/08_crashes.ipynb #cell-114
 def _holder(store: Path, orphaned: bool) -> tuple[int, int]:
     "A process that holds the lock, and a descriptor that it waits for; orphaned: its launcher is dead."
     ready_out, ready_in = os.pipe()
@@ -1983,12 +2002,12 @@ def _wait_for_end(pid: int, orphaned: bool) -> None:
             return
         time.sleep(0.005)
 
-
+# %% ../nbs/08_crashes.ipynb #cell-115
 def _race(store: Path) -> list[str]:
     "Two processes start at once; each saves one step more than it finds."
     before = len(Generations(store).generations())
 
-    def one() -> str:
+    def _one() -> str:
         try:
             with CheckpointStore(store, keep_last=1000) as writer:
                 writer.save(tiny_contract(writer.generations()[-1].step + 1))
@@ -1996,7 +2015,7 @@ def _race(store: Path) -> list[str]:
         except CheckpointLockedError:
             return "refused"
 
-    children = [start_child(one) for _ in range(2)]
+    children = [start_child(_one) for _ in range(2)]
     outcomes = [end_of(*child).value() for child in children]
     found = read_back(store)
     wrong = [] if "saved" in outcomes else ["both were refused"]
@@ -2004,7 +2023,7 @@ def _race(store: Path) -> list[str]:
         wrong.append(f"{outcomes}, and {before} checkpoints became {len(found.whole)}, {len(found.damaged)} damaged")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-044
+# %% ../nbs/08_crashes.ipynb #cell-119
 def _plant_link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
@@ -2032,7 +2051,7 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 PLACES = {"a checkpoint's name": generation_name(3), "the temporary name": f".{generation_name(3)}.tmp",
           "the lock's name": ".lock"}
 
-
+# %% ../nbs/08_crashes.ipynb #cell-120
 def hostile_once(
     work: Path,  # an empty folder
     plant: str,  # what is planted, one of `PLANTS`
@@ -2047,7 +2066,7 @@ def hostile_once(
     path.unlink(missing_ok=True)
     PLANTS[plant](path, outside)
 
-    def use() -> list[str]:
+    def _use() -> list[str]:
         signal.alarm(20)  # a FIFO that is opened would wait for ever
         try:
             with CheckpointStore(store) as writer:
@@ -2057,7 +2076,7 @@ def hostile_once(
             return [] if PLACES[place] in str(error) else [f"the refusal does not name it: {error}"]
         return []
 
-    ended = in_child(use)
+    ended = in_child(_use)
     wrong = [f"ended by signal {ended.signal}"] if ended.signal else ended.value()
     if outside.read_bytes() != b"secret":
         wrong.append("a file outside was written")
@@ -2078,7 +2097,7 @@ def hostile_everywhere(
             tried.not_run = f"{plant}: not permitted"
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-046
+# %% ../nbs/08_crashes.ipynb #cell-124
 def copies(
     work: Path,  # an empty folder
     n: int = 30,  # copies
@@ -2103,7 +2122,7 @@ def copies(
         tried.add(wrong, f"copy {i}")
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-048
+# %% ../nbs/08_crashes.ipynb #cell-128
 @dataclass(frozen=True)
 class Scale:
     "How much of everything is tried."
@@ -2123,7 +2142,7 @@ SCALES = {
     "full": Scale(n_blocks=11, cuts_saves=10, peer_repeats=10, kills=1000, flips=100_000, rounds=50),
 }
 
-
+# %% ../nbs/08_crashes.ipynb #cell-129
 @dataclass
 class Report:
     "What was tried and what was lost."
@@ -2167,7 +2186,7 @@ class Report:
         text = [f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in lines]
         return "\n".join([*text, *(f"not run: {reason}" for reason in self.not_run)])
 
-# %% ../nbs/08_crashes.ipynb #cell-049
+# %% ../nbs/08_crashes.ipynb #cell-130
 def _states_row(work: Path, scale: Scale, n_workers: int, bar: bool) -> Tried:
     disk = RecordingDisk(keep_data=True)
     recording = record_saves(_made(work / "recorded"), before=3, saves=2, disk=disk, n_blocks=scale.n_blocks)
@@ -2192,7 +2211,7 @@ def _campaigns(
     yield "hostile", hostile_everywhere
     yield "copies", copies
 
-
+# %% ../nbs/08_crashes.ipynb #cell-131
 def crashtest(
     *,
     scale: str = "ci",  # how much: one of `SCALES`

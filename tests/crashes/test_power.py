@@ -1,10 +1,16 @@
 """Real power cuts on real file systems, real failing disks, a real OOM kill; what is not permitted here says so."""
 
+import os
+
 import pytest
+import torch
 
 from fault_tolerant_transformer_lab.crashes import (
     FILE_SYSTEMS,
+    CuttingDisk,
     Peer,
+    WithoutDirectorySync,
+    WithoutFileSync,
     fail_really,
     in_child,
     out_of_memory,
@@ -30,6 +36,23 @@ def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves):
     assert tried.tried >= 8 * saves  # 320 on four file systems in the long version
 
 
+class CutWithoutFileSync(WithoutFileSync, CuttingDisk):
+    "The real store without the sync of its file."
+
+
+class CutWithoutDirectorySync(WithoutDirectorySync, CuttingDisk):
+    "The real store without the sync of its directory."
+
+
+@pytest.mark.parametrize("disk_type", [CutWithoutFileSync, CutWithoutDirectorySync])
+@pytest.mark.parametrize("kind", FILE_SYSTEMS, ids=lambda kind: kind.name)
+def test_a_real_file_system_convicts_a_store_that_does_not_sync(memory_dir, kind, disk_type):
+    [tried] = power_cuts(memory_dir, 1, [kind], disk_type)
+    if tried.not_run:
+        told(f"{kind.name}: {tried.not_run}")
+    assert any("acknowledged step 1 is lost" in example for example in tried.examples), tried.examples
+
+
 def test_power_cuts_cost_the_peers_what_they_acknowledged_and_us_nothing(memory_dir):
     table = peer_cuts(memory_dir, 1)
     if isinstance(table, str):
@@ -47,10 +70,9 @@ def test_the_harness_finds_what_is_synced_and_what_is_lost(memory_dir):
             file.write(b"%d" % state["weight"][0, 0])
             if sync:
                 file.flush()
-                __import__("os").fsync(file.fileno())
+                os.fsync(file.fileno())
 
     def load(path):
-        import torch
         return {"weight": torch.full((64, 1024), float(path.read_bytes()))}
 
     for sync, expected in ((True, "new"), (False, "old")):
