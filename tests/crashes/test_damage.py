@@ -4,8 +4,11 @@ import collections
 import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, verify
+from fault_tolerant_transformer_lab.contract import CheckpointError
 from fault_tolerant_transformer_lab.crashes import (
     copies,
     damage_everywhere,
@@ -79,3 +82,38 @@ def test_hostile_names(memory_dir):
 def test_copies_with_any_timestamps_restore_the_same(memory_dir):
     tried = copies(memory_dir)
     assert tried.lost == 0 and tried.tried == 30, tried.examples
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    "A sound checkpoint's header text, with its digest zeroed, and its data."
+    good, _ = two_checkpoints(tmp_path_factory.mktemp("sound"))
+    n = 8 + int.from_bytes(good[:8], "little")
+    text = good[8:n].decode().rstrip()
+    at = text.find("file_digest") + len('file_digest\\":\\"')
+    return text[:at] + "0" * 64 + text[at + 64:], good[n:], tmp_path_factory.mktemp("fuzzed") / "file"
+
+
+PIECES = st.sampled_from(['"', "{", "}", "[", "]", ",", ":", "-1", "1e999", "NaN", "null", "true", "\\", "\\u0000",
+                          "9" * 30, '"F32"', '"BOOL"', '"shape":[]', "0" * 64, " " * 4096, "__metadata__", "../"])
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), PIECES | st.text(max_size=8)), min_size=1, max_size=5)
+
+
+@settings(max_examples=500, deadline=None)
+@given(edits=EDITS)
+def test_no_header_crashes_the_parser_or_passes_for_another_state(sound, edits):
+    text, data, path = sound
+    changed = text
+    for place, removed, inserted in edits:
+        at = int(place * len(changed))
+        changed = changed[:at] + inserted + changed[at + removed:]
+    try:
+        raw = sealed(changed, data)
+    except UnicodeEncodeError:  # a lone surrogate: no file can hold it
+        return
+    path.write_bytes(raw)
+    if changed != text and raw != sealed(text, data):
+        try:
+            assert verify(path).state_digest in text, "whatever still reads is still the same state"
+        except CheckpointError as refusal:
+            assert str(refusal)
