@@ -742,7 +742,7 @@ def train(
     """
     if stop_after_step is not None and stop_after_step < 0:
         raise TrainingError(f"stop_after_step: expected 0 or more, got {stop_after_step}")
-    folder = Path(directory)
+    folder = Path(directory).absolute()  # the run stays where it is, wherever its process goes
     check_resume(CheckpointStore(folder / "checkpoints"), resume, resume_from)  # before anything is made
     with deterministic(), stop_signals() as stop:
         session = Session(TrainingRun(config, on_boundary or no_boundary), folder, disk or Disk(), progress_bar)

@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fault_tolerant_transformer_lab.checkpoint_file import diff, state_digest, verify
+from fault_tolerant_transformer_lab.checkpoint_file import diff, open_checkpoint, state_digest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, canonical_json, load_config
 from fault_tolerant_transformer_lab.contract import ContractError, RandomGenerators, environment_identity
 from fault_tolerant_transformer_lab.model import Transformer
@@ -56,7 +57,7 @@ TINY = ExperimentConfig(vocab_size=32, block_size=8, d_model=16, n_heads=2, n_la
                         batch_size=2, learning_rate=3e-3, checkpoint_every=2)
 
 
-def run(config: ExperimentConfig, folder: Path, **options) -> RunResult:
+def run(config: ExperimentConfig, folder: Path | str, **options) -> RunResult:
     "Train with one thread and without a bar; runs of one test process then share their environment."
     with deterministic(threads=1):
         return train(config, folder, **{"progress_bar": False} | options)
@@ -195,6 +196,20 @@ def test_dropout_is_on_in_training_whatever_the_user_looked_at_before():
     assert losses[0] == losses[1]
 
 
+def test_the_batches_of_a_run_are_chained_into_its_state_and_named_in_its_log(tmp_path):
+    config = TINY.replace(grad_accumulation=2)
+    result = run(config, tmp_path)
+    with deterministic():
+        batches = TrainingRun(config).batches
+    chain, rows = b"", log_of(tmp_path)
+    for step, row in enumerate(rows):
+        digest = b"".join(batch.digest() for batch in batches.batch(step))
+        chain = blake3(chain + digest).digest()
+        assert row["batch"] == blake3(digest).hexdigest()[:16]
+    with open_checkpoint(tmp_path / result.checkpoint) as saved:
+        assert saved.tree["progress"]["batch_digest"] == chain.hex()
+
+
 # Determinism
 
 
@@ -208,8 +223,12 @@ def switches() -> tuple:
             torch.is_grad_enabled())
 
 
-def test_a_run_leaves_no_global_switch_and_no_generator_changed(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_a_run_leaves_no_global_switch_and_no_generator_changed(tmp_path, monkeypatch, workspace):
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    else:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = switches()
     run(TINY.replace(eval_every=1), tmp_path / "good")
     assert switches() == before
@@ -415,6 +434,17 @@ def test_a_log_cut_anywhere_after_the_restored_step_comes_back_exactly(n, restor
 
 
 @settings(max_examples=200)
+@given(n=st.integers(1, 8), cut=st.integers(1, 400))
+def test_a_log_cut_before_the_restored_step_keeps_its_whole_lines_and_no_half_one(n, cut):
+    whole = rows_of(n)
+    found = whole[: max(0, len(whole) - cut)]
+    complete = found[: found.rfind(b"\n") + 1]
+    log = reconcile(found, [1 / s for s in range(1, n + 1)], lambda s: {"step": s, "loss": 1 / s})
+    assert log.data.startswith(complete) and log.rebuilt == tuple(range(complete.count(b"\n") + 1, n + 1))
+    assert [json.loads(line)["step"] for line in log.data.splitlines()] == list(range(1, n + 1))
+
+
+@settings(max_examples=200)
 @given(data=st.one_of(st.binary(max_size=300), st.lists(st.sampled_from(rows_of(6).splitlines(keepends=True) + [
     b"\n", b"null\n", b"[1]\n", b'{"step":true,"loss":1.0}\n', b'{"step":2,"loss":9.0}\n', b'{"step":99,"loss":1}\n',
     b'{"step":1e0,"loss":1.0}\n', b"[" * 5000 + b"\n", b"\xff\xfe\n"])).map(b"".join)),
@@ -598,6 +628,15 @@ def test_a_stop_at_step_zero_trains_nothing(tmp_path):
     result = run(TINY, tmp_path, stop_after_step=0)
     assert (result.steps, result.initial_loss, result.state_digest, result.checkpoint) == (0, None, None, None)
     assert run(TINY, tmp_path).interruptions == 0
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = run(TINY, "run", on_boundary=lambda name, step: os.chdir(tmp_path / "there"))
+    assert not list((tmp_path / "there").iterdir()) and result.directory == tmp_path / "here/run"
+    assert {"manifest.json", "metrics.jsonl", "result.json"} <= set(files(tmp_path / "here/run"))
 
 
 def test_a_second_writer_is_refused_before_it_touches_anything(tmp_path):
