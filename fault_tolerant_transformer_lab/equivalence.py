@@ -1250,8 +1250,8 @@ class Proof:
             text.append(_columns([("left out", "outcome", "what differs"), *knocked]))
         if compared := self.facts.get("compared"):
             parts = ", ".join(f"{name} {n}" for name, n in compared.items())
-            text.append(f"compared after every step: loss, batch, and the tensors and values of {parts}; "
-                        "at the end: the checkpoint's digest and the metrics log")
+            text.append(f"compared after every step: loss, batch, and the tensors and values of {parts}; at the end: "
+                        "the digest of the last checkpoint" + " and metrics.jsonl" * self.facts["metrics_log"])
         return "\n\n".join([*text, str(self)])
 
     def to_json(self) -> str:  # an object
@@ -1486,6 +1486,7 @@ def _told_of(
     return {"threads": prover.threads, "jobs": prover.bench.jobs,
             "attempts": prover.bench.started, "steps_run": prover.steps_run,
             "compared": _compared(begun[0]) if begun else {},
+            "metrics_log": (direct.folder / "run" / "metrics.jsonl").exists(),
             "processes": "one" if prover.bench.in_process else "one for each attempt",
             "environment": begun[0]["environment"] if begun else None}
 

@@ -94,10 +94,12 @@ def test_saving_less_often_replays_more() -> None:
     assert [row.replayed for row in proof.rows] == [0, 2]
 
 
-def test_two_threads_in_every_process() -> None:
-    proof = quietly(example_run, steps=2, interrupt_at=[1], threads=2, boundaries=["after_backward"], knock_out=False)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_process_computes_with_the_threads_asked_for(threads: int) -> None:
+    proof = quietly(example_run, steps=2, interrupt_at=[1], threads=threads, boundaries=["after_backward"],
+                    knock_out=False)
     proof.raise_if_different()
-    assert proof.facts["threads"] == 2 and "2" in json.dumps(proof.facts["environment"])
+    assert proof.facts["threads"] == proof.facts["environment"]["threads"] == threads
 
 
 def make_training_run(directory: Path) -> TrainingRun:
@@ -298,8 +300,11 @@ def noisy_run(directory: Path) -> NoisyRun:
 
 
 def test_a_forked_child_does_not_inherit_a_generator_that_nobody_seeded() -> None:
-    proof = quietly(noisy_run, steps=3, interrupt_at=[2], knock_out=False)
-    assert proof.verdict is Verdict.NONDETERMINISTIC
+    assert quietly(noisy_run, steps=3, interrupt_at=[2], knock_out=False).verdict is Verdict.NONDETERMINISTIC
+
+
+def test_a_run_in_process_does_not_inherit_one_either() -> None:
+    assert in_process(noisy_run, steps=3, interrupt_at=[2], knock_out=False).verdict is Verdict.NONDETERMINISTIC
 
 
 def test_a_generator_that_is_not_seeded_is_named_with_the_remedy() -> None:
@@ -556,8 +561,17 @@ def test_what_the_disk_was_asked_for_is_on_record(tmp_path: Path) -> None:
     for earlier, later in (("create", "write"), ("write", "fsync"), ("fsync", "replace"), ("replace", "sync_directory"),
                            ("sync_directory", "unlink")):
         assert third.index(earlier) < third.index(later)
+    occurrences = {line["occurrence"] for line in trail.attempts[0].events("operation") if line["name"] == "create"}
+    assert occurrences == {1}  # counted anew in each step
     every = Wishes([3], ["sigkill"], 1, "every", False, boundaries=["during_write"])
     assert len(equivalence.plan(trail, 3, every)) == 2 * len(third)
+
+
+def test_leaves_come_in_order_of_computation_and_not_of_declaration_or_name() -> None:
+    parts = ExampleRun().contract.participants
+    declared = Contract(rng=parts["rng"], adamw=parts["optimizer"], passes=parts["passes"], zero=parts["model"])
+    owners = [path.split(".")[0] for path in equivalence.state_lines(declared)]
+    assert list(dict.fromkeys(owners)) == ["zero", "adamw", "rng", "passes"]
 
 
 def test_one_flipped_bit_in_a_final_checkpoint_is_a_difference(tmp_path: Path) -> None:
