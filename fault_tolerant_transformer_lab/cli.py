@@ -219,7 +219,7 @@ def table(
                                for part, n, title in zip(parts, widths, header, strict=True)).rstrip())
     return "\n".join(lines)
 
-
+# %% ../nbs/10_cli.ipynb #cell-035
 def size(
     n_bytes: int,  # a number of bytes
 ) -> str:  # such as "352.1 KiB"
@@ -241,7 +241,7 @@ def printable(
                     for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
-# %% ../nbs/10_cli.ipynb #cell-037
+# %% ../nbs/10_cli.ipynb #cell-039
 def checkpoints_in(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
 ) -> list[Path]:  # every published checkpoint, the earliest first
@@ -259,7 +259,7 @@ def checkpoints_in(
                                 "without a published checkpoint; check the path", empty=store.is_empty())
     return found
 
-# %% ../nbs/10_cli.ipynb #cell-039
+# %% ../nbs/10_cli.ipynb #cell-041
 # A flag of the configuration that is left out is left out of the mapping too.
 _ConfigFlags = Annotated[dict[str, str], tyro.conf.arg(name="", constructor_factory=config_flags)]
 _PathArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -273,7 +273,7 @@ def as_json(
     "Write plain data as JSON that a script reads and a person can."
     return json_format.dumps(value, indent=2)
 
-# %% ../nbs/10_cli.ipynb #cell-041
+# %% ../nbs/10_cli.ipynb #cell-043
 def summary(
     result: "RunResult",  # what `train` gave back
     output: Path,  # the run folder
@@ -332,7 +332,7 @@ class TrainSmoke:
         "Train as `fttl train` does without further flags."
         return Train(config=self.config, output=self.output, overrides={}).run()
 
-# %% ../nbs/10_cli.ipynb #cell-052
+# %% ../nbs/10_cli.ipynb #cell-054
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -360,7 +360,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-058
+# %% ../nbs/10_cli.ipynb #cell-060
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -425,7 +425,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-060
+# %% ../nbs/10_cli.ipynb #cell-062
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     "Print a checkpoint's header, lineage and tensors; no tensor is read. A folder stands for its latest."
@@ -441,7 +441,7 @@ class Inspect:
         manifest = read_manifest(path)
         return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
 
-# %% ../nbs/10_cli.ipynb #cell-064
+# %% ../nbs/10_cli.ipynb #cell-066
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -480,7 +480,7 @@ class Diff:
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-069
+# %% ../nbs/10_cli.ipynb #cell-071
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -514,7 +514,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-071
+# %% ../nbs/10_cli.ipynb #cell-073
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -547,7 +547,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-075
+# %% ../nbs/10_cli.ipynb #cell-077
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -578,7 +578,7 @@ class Prove:
             write_atomically(self.output / "proof.json", f"{proof.to_json()}\n".encode())
         return proof_outcome(proof, self.json)
 
-# %% ../nbs/10_cli.ipynb #cell-081
+# %% ../nbs/10_cli.ipynb #cell-083
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -611,7 +611,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-083
+# %% ../nbs/10_cli.ipynb #cell-085
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -652,7 +652,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-085
+# %% ../nbs/10_cli.ipynb #cell-087
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
