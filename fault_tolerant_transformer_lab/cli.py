@@ -387,7 +387,7 @@ def plain_manifest(
                     for name, entry in manifest.tensors.items()},
     }
 
-
+# %% ../nbs/10_cli.ipynb #cell-062
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -425,7 +425,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-062
+# %% ../nbs/10_cli.ipynb #cell-064
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     "Print a checkpoint's header, lineage and tensors; no tensor is read. A folder stands for its latest."
@@ -441,7 +441,7 @@ class Inspect:
         manifest = read_manifest(path)
         return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
 
-# %% ../nbs/10_cli.ipynb #cell-066
+# %% ../nbs/10_cli.ipynb #cell-068
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -480,7 +480,7 @@ class Diff:
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-071
+# %% ../nbs/10_cli.ipynb #cell-073
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -514,7 +514,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-073
+# %% ../nbs/10_cli.ipynb #cell-075
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -547,7 +547,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-077
+# %% ../nbs/10_cli.ipynb #cell-079
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -578,7 +578,7 @@ class Prove:
             write_atomically(self.output / "proof.json", f"{proof.to_json()}\n".encode())
         return proof_outcome(proof, self.json)
 
-# %% ../nbs/10_cli.ipynb #cell-083
+# %% ../nbs/10_cli.ipynb #cell-085
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -611,7 +611,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-085
+# %% ../nbs/10_cli.ipynb #cell-087
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -652,7 +652,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-087
+# %% ../nbs/10_cli.ipynb #cell-089
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
