@@ -950,10 +950,11 @@ class _Filling:
         if type(saved) in (list, tuple):
             return type(saved)(self.tree(item, _at(live, (i,)), (*path, i)) for i, item in enumerate(saved))
         if isinstance(saved, dict):
-            filled: Any = type(saved)()
+            versioned = isinstance(live, OrderedDict) and hasattr(live, "_metadata")  # a module's, whatever was saved
+            filled: Any = OrderedDict() if versioned else type(saved)()
             for key, item in saved.items():
                 filled[key] = self.tree(item, _at(live, (key,)), (*path, key))
-            if hasattr(live, "_metadata"):
+            if versioned:
                 filled._metadata = live._metadata
             return filled
         if type(saved) in _PLAIN:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import replace
 from enum import IntEnum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -378,10 +379,40 @@ def test_a_backward_pass_through_restored_weights_fails_instead_of_mixing_two_st
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     contract = Contract(model=model)
     saved = freeze(contract.capture(step=0))
+
+    class FromFile(MemoryTensor):
+        def load_into(self, out):  # as a file read does it, past autograd
+            out.detach().numpy()[...] = self.data.numpy()
+
+    read = {name: FromFile(stored.data) for name, stored in saved.tree["model"].items()}
     loss = model(torch.ones(1, 2)).sum()
-    contract.restore(saved)
+    contract.restore(replace(saved, tree={"model": read}))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_hooks_run_while_a_module_or_optimizer_loads_and_a_failing_one_is_rolled_back():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    called = []
+
+    def fails(*_):
+        called.append("fails")
+        if len(called) == 1:
+            raise ValueError("a hook")
+
+    for participant, register in ((model, model.register_load_state_dict_post_hook),
+                                  (optimizer, optimizer.register_load_state_dict_post_hook)):  # fmt: skip
+        called.clear()
+        saved = freeze(Contract(part=participant).capture(step=0))
+        handle = register(fails)
+        with torch.no_grad():
+            model.weight.add_(1)
+        before = bits(Contract(part=participant))
+        with pytest.raises(ContractError, match="part: load_state_dict.* a hook; every participant is as it was"):
+            Contract(part=participant).restore(saved)
+        assert bits(Contract(part=participant)) == before and called == ["fails", "fails"]
+        handle.remove()
 
 
 def test_a_plain_module_is_filled_and_one_with_its_own_loading_is_asked():
@@ -877,6 +908,19 @@ def test_restoring_draws_nothing_and_generators_come_last():
     assert after == drawn()
 
 
+def test_the_generators_are_captured_after_a_participant_that_draws():
+    class DrawsWhenAsked(Holder):
+        def state_dict(self):
+            drawn()
+            return super().state_dict()
+
+    contract = Contract(rng=RandomGenerators(), loader=DrawsWhenAsked(x=1))
+    saved = freeze(contract.capture(step=0))
+    expected = drawn()  # what the run goes on with
+    contract.restore(saved)
+    assert list(saved.tree) == ["rng", "loader"] and drawn() == expected
+
+
 def test_a_gaussian_kept_back_by_python_and_numpy_survives():
     random.gauss(0, 1)
     np.random.standard_normal()
@@ -1094,6 +1138,24 @@ def test_precision_is_a_fact_and_going_back_leaves_no_trace():
     assert environment_identity() == first
 
 
+def test_a_precision_never_set_is_the_one_set_back():
+    def backend(value):
+        return SimpleNamespace(matmul=SimpleNamespace(fp32_precision=value))
+
+    assert room._fp32_precision(backend("none")) == room._fp32_precision(backend("ieee")) == {"fp32_matmul": "ieee"}
+    assert room._fp32_precision(backend("tf32")) == {"fp32_matmul": "tf32"}
+
+
+def test_devices_are_read_from_what_is_there_from_the_start():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for participant in (model, optimizer, Holder(), SimpleNamespace(inner=model)):
+        expected = [] if isinstance(participant, Holder) else [model.weight, model.bias]
+        assert list(map(id, room._lasting_tensors(participant))) == list(map(id, expected))
+
+
 def test_each_variable_of_the_shell_is_a_fact():
     script = (
         "import json, torch; from fault_tolerant_transformer_lab.contract import environment_identity; "
@@ -1147,6 +1209,17 @@ def test_the_environment_is_refused_accepted_and_recorded():
     assert (last.start_step, last.parent_digest) == (4, "feed")
     assert last.accepted_changes == [{"field": "threads", "checkpoint": 1, "requested": 2}]
     assert last.environment["decides"]["threads"] == 2
+
+
+def test_an_environment_that_changes_under_the_running_process_begins_a_segment():
+    contract = Contract(a=Holder(v=1))
+    assert len(contract.capture(step=3).lineage) == 1
+    torch.set_num_threads(2)
+    lineage = contract.capture(step=5).lineage
+    assert [(s.start_step, s.accepted_changes) for s in lineage[1:]] == [
+        (5, [{"field": "threads", "checkpoint": 1, "requested": 2}])
+    ]
+    assert contract.capture(step=6).lineage == lineage == contract.lineage
 
 
 def test_a_lineage_grows_by_one_segment_per_resume_and_survives_json():
