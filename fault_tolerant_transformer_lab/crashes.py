@@ -1489,6 +1489,7 @@ def peer_cuts(
                     _tool("sync", "-f", machine.live)
             with machine.cut() as root:
                 found[peer.name].append(found_after(peer, root / name, (1, 2)))
+            _tool("rm", "-r", machine.live / name)
         machine.close()
         return found
 
@@ -2151,7 +2152,7 @@ class Report:
     rows: list[Tried] = field(default_factory=list)  # one for each kind of fault
     mutants: list[Caught] = field(default_factory=list)  # faults put into the store's recipe, each with its conviction
     uncaught: list[str] = field(default_factory=list)  # mutants that no state convicts
-    peers: dict[str, dict[str, dict[str, int]]] | str = "not run"  # see `peer_cuts`
+    peers: dict[str, dict[str, dict[str, int]]] | str = field(default_factory=dict)  # see `peer_cuts`
     peer_flips: dict[str, dict[str, int]] = field(default_factory=dict)  # see `peer_flips`
 
     @property
