@@ -970,7 +970,7 @@ def verify(
         _verify(file, manifest)
         return manifest
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-105
+# %% ../nbs/04_checkpoint_file.ipynb #cell-103
 class FileTensor:
     """A tensor that still lies in a verified, open checkpoint file (a `StoredTensor`)."""
 
@@ -1011,7 +1011,7 @@ class FileTensor:
     def __repr__(self) -> str:
         return f"FileTensor({self.name!r}, {self.dtype}, {tuple(self.shape)})"
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-106
+# %% ../nbs/04_checkpoint_file.ipynb #cell-104
 @contextmanager
 def open_checkpoint(
     path: str | os.PathLike,  # a checkpoint file
