@@ -15,7 +15,8 @@ import fault_tolerant_transformer_lab as lab
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fault_tolerant_transformer_lab"
-ROOMS = ["config", "model", "data", "contract", "checkpoint_file", "publication", "training", "equivalence", "cli"]
+ROOMS = ["config", "model", "data", "contract", "checkpoint_file", "publication", "training", "equivalence",
+         "crashes", "cli"]
 
 
 def in_a_fresh_interpreter(code: str) -> dict:
@@ -86,10 +87,14 @@ def test_a_module_imports_only_from_the_rooms_above_it():
 
 
 def test_no_room_pickles_or_unpickles():
+    "Only chapter 08 calls torch.save and torch.load: on the peers' files, whose losses it counts, and restricted."
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            assert called not in {"torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dumps"}, path.name
+            assert called not in {"pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps"}, path.name
+            if called in {"torch.load", "torch.save"}:
+                assert path.name == "crashes.py", path.name
+                assert called == "torch.save" or "weights_only=True" in ast.unparse(node)
 
 
 def test_every_module_is_exported_from_a_notebook_and_typed():
