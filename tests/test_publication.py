@@ -28,6 +28,8 @@ from fault_tolerant_transformer_lab.checkpoint_file import (
     UnknownSchemaError,
     diff,
     encode,
+    read_manifest,
+    state_digest,
     verify,
 )
 from fault_tolerant_transformer_lab.contract import CheckpointError, CheckpointMismatchError, Contract, Progress
@@ -41,6 +43,7 @@ from fault_tolerant_transformer_lab.publication import (
     RecordingDisk,
     generation_name,
     make_directories,
+    place_of,
     step_of,
     to_delete,
     write_atomically,
@@ -746,7 +749,7 @@ def test_a_refusal_by_the_system_is_no_damage_and_does_not_fall_back(directory, 
     monkeypatch.setattr(publication, "open_checkpoint", refuse)
     monkeypatch.setattr(publication, "verify", refuse)
     for attempt in (lambda: store.restore(a_run(0)), store.latest):
-        with pytest.raises(PublicationError, match=r"read checkpoints/step-00000002.*EMFILE.*ulimit -n"):
+        with pytest.raises(PublicationError, match=r"read .*/checkpoints/step-00000002.*EMFILE.*ulimit -n"):
             attempt()
 
 
@@ -769,17 +772,49 @@ def test_a_step_below_the_newest_is_refused_with_the_way_out(directory):
     assert contents(directory) == before
 
 
-def test_the_same_step_is_replaced_in_one_piece(directory):
+def moved(step):
+    "The run of a step with one bit of work more."
+    contract = a_run(step)
+    with torch.no_grad():
+        contract.participants["model"].weight.add_(1)
+    return contract
+
+
+def test_the_same_step_with_another_state_is_refused_and_the_published_one_stays(directory):
+    store_with(directory, 2, 4)
+    before = contents(directory)
+    with CheckpointStore(directory) as store:
+        with pytest.raises(CheckpointError, match="checkpoints/step-00000004.*nothing was replaced.*rewind.*another"):
+            store.save(moved(4))
+        assert contents(directory) == before
+        store.rewind(2)  # the remedy that the message names
+        store.save(moved(4))
+    assert [g.step for g in store.generations()] == [2, 4]
+
+
+def test_the_same_state_is_published_again_with_the_lineage_that_it_has_now(directory):
     store_with(directory, 4)
     with CheckpointStore(directory) as store:
-        contract = a_run(4)
-        with torch.no_grad():
-            contract.participants["model"].weight.add_(1)
-        store.save(contract)
+        again = a_run(0)
+        store.restore(again)  # one segment more
+        published = store.save(again)
     assert list(contents(directory)) == [generation_name(4)]
-    restored = a_run(0)
-    store.restore(restored)
-    assert torch.equal(restored.participants["model"].weight, contract.participants["model"].weight)
+    assert len(read_manifest(published.path).lineage) == 2
+    assert published.state_digest == state_digest(a_run(4).capture())
+
+
+@pytest.mark.parametrize("at", [-50, 200, None], ids=["data", "header", "another step's file"])
+def test_a_damaged_file_of_the_same_step_may_be_replaced(directory, at):
+    store_with(directory, 4)
+    path = directory / generation_name(4)
+    if at is None:
+        store_with(directory.parent / "other", 3)
+        path.write_bytes((directory.parent / "other" / generation_name(3)).read_bytes())
+    else:
+        damage(path, at)
+    with CheckpointStore(directory) as store:
+        store.save(moved(4))
+    assert store.latest().step == 4
 
 
 def test_rewind_sets_later_ones_aside_durably_and_deletes_none(directory):
@@ -1091,6 +1126,56 @@ def test_a_file_in_the_directorys_place_is_an_error_with_a_remedy(directory):
         pass
     with pytest.raises(PublicationError, match="ENOTDIR"):
         CheckpointStore(directory).generations()
+
+
+@pytest.mark.parametrize("below", ["checkpoints", "deep/er/checkpoints"])
+def test_a_file_above_the_directory_is_named_and_not_the_path_that_cannot_exist(tmp_path, below):
+    (tmp_path / "output").write_text("a file")
+    store = CheckpointStore(tmp_path / "output" / below)
+    for use in (store.generations, store.__enter__, lambda: write_atomically(tmp_path / "output" / below / "a", b"")):
+        with pytest.raises(PublicationError, match="ENOTDIR") as caught:
+            use()
+        assert "output is a file and not a directory: choose another directory" in str(caught.value)
+        assert "remove it" not in str(caught.value)
+    assert (tmp_path / "output").read_text() == "a file"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is a /proc")
+def test_where_the_system_makes_no_directory_another_one_is_the_remedy():
+    with pytest.raises(PublicationError, match="nothing can be made in proc/: choose another directory") as caught:
+        CheckpointStore("/proc/no-such-run/checkpoints").__enter__()
+    assert "put it back" not in str(caught.value)
+
+
+def test_a_directory_that_was_deleted_meanwhile_is_told_as_that(directory):
+    with CheckpointStore(directory) as store:
+        shutil.rmtree(directory)
+        with pytest.raises(PublicationError, match="moved or deleted"):
+            store.save(a_run(1))
+
+
+@pytest.mark.parametrize("path, told", [
+    ("/a/b/run/checkpoints/.x.tmp", "run/checkpoints/.x.tmp"), ("/a/run/checkpoints", "run/checkpoints"),
+    ("/a/b/c/d", "c/d"), ("run", "run"), ("/run", "run"), ("/", "/"), ("checkpoints/x", "checkpoints/x"),
+    ("/checkpoints", "checkpoints"), ("/a/checkpoints/checkpoints/x", "a/checkpoints/checkpoints/x")])
+def test_a_place_is_told_with_its_run(path, told):
+    assert place_of(Path(path)) == told
+
+
+def test_errors_of_a_resume_name_the_run_and_not_only_its_folder_of_checkpoints(directory):
+    run = f"{directory.parent.name}/checkpoints/"
+    for use in (lambda: CheckpointStore(directory).restore(a_run(0)),
+                lambda: CheckpointStore(directory).save(a_run(1))):
+        with pytest.raises(CheckpointError, match=re.escape(run)):
+            use()
+    store_with(directory, 1)
+    with pytest.raises(NoCheckpointError, match=re.escape(run)):
+        CheckpointStore(directory).restore(a_run(0), step=7)
+    (directory / generation_name(1)).write_bytes(b"")
+    with pytest.raises(NoCheckpointError, match=re.escape(run)):
+        CheckpointStore(directory).restore(a_run(0))
+    with CheckpointStore(directory), pytest.raises(CheckpointLockedError, match=re.escape(run)):
+        CheckpointStore(directory).__enter__()
 
 
 # Small files
