@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at', 'tokens_per_step', 'known_row',
            'make_optimizer', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients', 'TrainingError',
-           'NonFiniteLossError', 'Interrupted', 'signal_name', 'no_boundary', 'untouched', 'evaluation_loss',
-           'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
-           'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'Session', 'check_resume', 'restore', 'open_log',
-           'write_manifest', 'advance_to', 'finish', 'train']
+           'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'no_boundary', 'untouched',
+           'evaluation_loss', 'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile',
+           'RunDisk', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session', 'check_resume',
+           'restore', 'open_log', 'write_manifest', 'advance_to', 'tells_the_same', 'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -44,6 +44,7 @@ from fault_tolerant_transformer_lab.publication import (
     NoCheckpointError,
     Operation,
     Published,
+    place_of,
     write_atomically,
 )
 
@@ -188,8 +189,17 @@ class NonFiniteLossError(TrainingError):
                 "checkpoints are as they were. Lower the learning rate, set grad_clip, or look at this step's batch")
 
 
+def how_to_go_on(
+    checkpoint: Path | None,  # saved last; None where there is none
+) -> str:  # a clause
+    "Say how a stopped run is continued. Repeating the command may not: 'never' refuses, and resume_from rewinds again."
+    if checkpoint is None:
+        return "resume='auto' (--resume auto) begins at step 0"
+    return "resume='auto' (--resume auto), without resume_from (--resume-from), goes on from there"
+
+
 class Interrupted(Exception):
-    "A signal asked the run to stop; it has saved, and the same command goes on from there."
+    "A signal asked the run to stop; it has saved what was completed, and `how_to_go_on` says how to continue it."
 
     def __init__(
         self,
@@ -201,8 +211,8 @@ class Interrupted(Exception):
         super().__init__(signal, path, step)
 
     def __str__(self) -> str:
-        where = f"saved as {self.path.name}" if self.path else "no step was completed, so nothing was saved"
-        return f"{signal_name(self.signal)} after step {self.step}: {where}; the same command goes on from there"
+        where = f"saved as {place_of(self.path)}" if self.path else "no step was completed, so nothing was saved"
+        return f"{signal_name(self.signal)} after step {self.step}: {where}; {how_to_go_on(self.path)}"
 
 
 def signal_name(
@@ -374,7 +384,7 @@ def reconcile(
     data: bytes,  # `metrics.jsonl` as it was found, possibly torn
     losses: Sequence[float],  # the restored history: the loss of step s at s - 1
     known: Callable[[int], dict[str, Any]],  # what is known of a step without the log
-    every: int = 1,  # steps between lines that must be there
+    due: Callable[[int], bool] = lambda step: True,  # whether a step must have a line
 ) -> Reconciled:
     "Keep each restored step's line once and drop all else; a line that is due and not there is written from `known`."
     lines: list[bytes] = []
@@ -385,7 +395,7 @@ def reconcile(
         before: int,  # the next step that has a line
     ) -> None:
         "Write the due lines between the last line kept and the next."
-        for step in range(last // every * every + every, before, every):
+        for step in filter(due, range(last + 1, before)):
             rebuilt.append(step)
             lines.append(encode_line(known(step) | {"rebuilt": True}))
 
@@ -475,11 +485,11 @@ class MetricsLog:
         self,
         losses: Sequence[float],  # see `reconcile`
         known: Callable[[int], dict[str, Any]],  # see `reconcile`
-        every: int = 1,  # see `reconcile`
+        due: Callable[[int], bool] = lambda step: True,  # see `reconcile`
     ) -> Reconciled:  # what was done to it
         "Bring the log to the restored step, atomically, and open it for appending."
         found = self.path.read_bytes() if self.path.exists() else None
-        wanted = reconcile(found or b"", losses, known, every)
+        wanted = reconcile(found or b"", losses, known, due)
         if found != wanted.data:
             write_atomically(self.path, wanted.data, self.disk)
         self._fd = self.disk.open_append(self.path)
@@ -544,19 +554,34 @@ def write_json(
 # %% ../nbs/06_training.ipynb #cell-061
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
-) -> list[int]:  # the step at which each earlier call of `train` began
-    "Read how often a run was begun. Raises `TrainingError` where the file is not one of ours."
+) -> tuple[list[int], list[int]]:  # the step at which each earlier call of `train` began, and the `log_every` of each
+    "Read how often a run was begun, and how it logged. Raises `TrainingError` where the file is not one of ours."
     try:
-        starts = json.loads(path.read_bytes())["starts"]
-        if isinstance(starts, list) and all(type(step) is int for step in starts):
-            return starts
-        reason = f"starts is {starts!r}"
+        found = json.loads(path.read_bytes())
+        starts, cadences = found["starts"], found["cadences"]
+        whole = all(isinstance(part, list) and all(type(step) is int for step in part) for part in (starts, cadences))
+        if whole and len(starts) == len(cadences) and all(every > 0 for every in cadences):
+            return starts, cadences
+        reason = f"starts is {starts!r}, cadences {cadences!r}"
     except FileNotFoundError:
-        return []
+        return [], []
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise TrainingError(f"{path.name}: expected the manifest of an earlier call, found something else ({reason}); "
                         "move it away to go on without its count of interruptions")
+
+
+def due_lines(
+    starts: Sequence[int],  # see `earlier_starts`
+    cadences: Sequence[int],  # see `earlier_starts`
+    n_steps: int,  # completed
+    otherwise: int,  # `log_every` of steps that no start is on record for
+) -> set[int]:  # steps, counted from 1, that owe the log a line
+    "Choose the steps whose line was due when they were done: the last start below a step decides."
+    every = [otherwise] * n_steps
+    for start, cadence in zip(starts, cadences, strict=True):
+        every[start:] = [cadence] * max(0, n_steps - start)
+    return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
 # %% ../nbs/06_training.ipynb #cell-065
 _logger = logging.getLogger(__name__)
@@ -580,6 +605,7 @@ class Session:
         self.begun = time.perf_counter()
         self.resumed_from: int | None = None
         self.starts: list[int] = []  # the step at which each call on this folder began to train
+        self.cadences: list[int] = []  # the `log_every` of each of them
         self.checkpoint: Path | None = None  # the newest one
         self.state_digest: str | None = None  # of that one
         self.notes: list[str] = []
@@ -617,7 +643,7 @@ def check_resume(
         raise TrainingError(f"resume: expected auto, never or must, got {resume!r}")
     if resume == "never" and resume_from is not None:
         raise TrainingError(f"resume_from={resume_from} contradicts resume='never'; drop one of the two")
-    empty, where = store.is_empty(), f"{store.directory.parent.name}/{store.directory.name}"
+    empty, where = store.is_empty(), place_of(store.directory)
     if resume == "never" and not empty:
         found = ", ".join(str(generation.step) for generation in store.generations())
         raise TrainingError(f"{where}: expected no checkpoints with resume='never', found "
@@ -652,7 +678,8 @@ def open_log(
     "Bring `metrics.jsonl` to the restored step; say so where it did not fit."
     config = session.run.config
     losses: list[float] = session.run.progress.losses.tolist()
-    log = session.log.open(losses, lambda step: known_row(config, step, losses[step - 1]), every=config.log_every)
+    due = due_lines(session.starts, session.cadences, len(losses), otherwise=config.log_every)
+    log = session.log.open(losses, lambda step: known_row(config, step, losses[step - 1]), due.__contains__)
     if log.rebuilt:
         session.note(f"metrics.jsonl: expected the lines of {len(losses)} restored steps, {len(log.rebuilt)} were "
                      f"missing or contradicted the checkpoint (the first: step {log.rebuilt[0]}); they were written "
@@ -669,14 +696,15 @@ def write_manifest(
 ) -> None:
     "Write down what is about to be trained, in which environment, and how often that was begun."
     path, config = session.directory / "manifest.json", session.run.config
-    session.starts = [*earlier_starts(path), session.run.progress.step]
+    session.starts.append(session.run.progress.step)
+    session.cadences.append(config.log_every)
     contract, environment = session.run.contract, session.run.contract.environment()
     recorded = environment["recorded"]
     versions = {"python": recorded["python"], "torch": environment["decides"]["torch"]} | recorded["packages"]
     write_json(path, {
         "config": config.describe(), "fingerprint": config.fingerprint(), "identity": contract.identity(),
         "parameters": n_parameters(session.run.model), "environment": environment, "versions": versions,
-        "starts": session.starts,
+        "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
 # %% ../nbs/06_training.ipynb #cell-075
@@ -706,11 +734,29 @@ def advance_to(
         session.save()
 
 
+def tells_the_same(
+    path: Path,  # of a `result.json`, which need not be there
+    result: RunResult,  # of a call that found nothing to do
+) -> bool:
+    "Whether an earlier result is there, whole, and says the same of the run: then its time and notes are worth more."
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    plain = json.loads(json.dumps(result.to_plain()))
+    of_the_call = {"resumed_from", "interruptions", "elapsed_seconds", "notes"}
+    return (isinstance(found, dict) and found.keys() == plain.keys()
+            and all(found[name] == plain[name] for name in plain.keys() - of_the_call)
+            and type(found["interruptions"]) is int and found["interruptions"] >= result.interruptions)
+
+
 def finish(
     session: Session,  # at its last step, with that step saved
-) -> RunResult:  # also written as `result.json`
+    advanced: bool = True,  # whether this call trained
+) -> RunResult:  # also written as `result.json`, unless the one that is there says the same of a run that did not move
     "Sum the run up."
     run, losses = session.run, session.run.progress.losses
+    path = session.directory / "result.json"
     result = RunResult(
         directory=session.directory, steps=run.progress.step, tokens=run.progress.tokens_seen,
         parameters=n_parameters(run.model), initial_loss=float(losses[0]) if len(losses) else None,
@@ -719,7 +765,8 @@ def finish(
         fingerprint=run.config.fingerprint(), finished=run.progress.step >= run.config.steps,
         resumed_from=session.resumed_from, interruptions=max(0, len(session.starts) - 1),
         elapsed_seconds=round(time.perf_counter() - session.begun, 3), notes=tuple(session.notes))
-    write_json(session.directory / "result.json", result.to_plain(), session.disk)
+    if advanced or not tells_the_same(path, result):
+        write_json(path, result.to_plain(), session.disk)
     return result
 
 # %% ../nbs/06_training.ipynb #cell-076
@@ -734,19 +781,20 @@ def train(
     on_boundary: OnBoundary | None = None,  # called at each of `BOUNDARIES` with its name and the step, from 1
     disk: Disk | None = None,  # the seam to the disk; None is the real one
     progress_bar: bool | None = None,  # None shows one where stderr is a terminal
-) -> RunResult:  # also in `result.json`
+) -> RunResult:  # of this call; also in `result.json`, which a call without work leaves to the one that did it
     """Train to `config.steps`, or go on from the newest sound checkpoint in `directory`.
 
     Raises `Interrupted` after SIGTERM or SIGINT, with everything saved; `TrainingError`, `NonFiniteLossError`, and
     what data, store and contract raise.
     """
-    if stop_after_step is not None and stop_after_step < 0:
-        raise TrainingError(f"stop_after_step: expected 0 or more, got {stop_after_step}")
+    if stop_after_step is not None and stop_after_step < 1:
+        raise TrainingError(f"stop_after_step: expected 1 or more, got {stop_after_step}; a run stops after a step")
     folder = Path(directory).absolute()  # the run stays where it is, wherever its process goes
     check_resume(CheckpointStore(folder / "checkpoints"), resume, resume_from)  # before anything is made
     with deterministic(), stop_signals() as stop:
         session = Session(TrainingRun(config, on_boundary or no_boundary), folder, disk or Disk(), progress_bar)
         with session.store, contextlib.closing(session.log):
+            session.starts, session.cadences = earlier_starts(folder / "manifest.json")
             if check_resume(session.store, resume, resume_from):
                 restore(session, resume_from, allow_environment_change)
             result = _train_under_lock(session, stop_after_step, stop)
@@ -760,10 +808,10 @@ def _train_under_lock(session: Session, stop_after_step: int | None, stop: StopR
     step, steps = session.run.progress.step, session.run.config.steps
     goal = steps if stop_after_step is None else min(steps, stop_after_step)
     open_log(session)
-    if step >= goal:
-        session.starts = earlier_starts(session.directory / "manifest.json")
+    advanced = step < goal
+    if not advanced:
         session.note(f"nothing to do: step {goal} was asked for, and the run is at step {step}")
     else:
         write_manifest(session)
         advance_to(session, goal, stop)
-    return finish(session)
+    return finish(session, advanced)

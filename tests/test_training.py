@@ -451,7 +451,7 @@ def test_a_log_cut_before_the_restored_step_keeps_its_whole_lines_and_no_half_on
        every=st.integers(1, 3))
 def test_whatever_the_log_holds_each_due_step_is_in_it_once_and_in_order(data, every):
     history = [1 / s for s in range(1, 7)]
-    log = reconcile(data, history, lambda s: {"step": s, "loss": 1 / s}, every)
+    log = reconcile(data, history, lambda s: {"step": s, "loss": 1 / s}, lambda s: s % every == 0)
     rows = [json.loads(line) for line in log.data.splitlines()]
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and set(steps) >= set(range(every, 7, every)) and set(steps) <= set(range(1, 7))
@@ -493,8 +493,41 @@ def test_the_cadence_of_the_log_may_change_at_a_resume(tmp_path):
     config = TINY.replace(steps=6)
     run(config.replace(log_every=2), tmp_path, stop_after_step=4)
     assert [row["step"] for row in log_of(tmp_path)] == [2, 4]
-    run(config.replace(log_every=3), tmp_path)
-    assert [row["step"] for row in log_of(tmp_path)] == [2, 3, 4, 6]  # step 3 from the history
+    result = run(config.replace(log_every=3), tmp_path)
+    assert [row["step"] for row in log_of(tmp_path)] == [2, 4, 6]  # nothing was due between
+    assert not any("metrics.jsonl" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("cadences", [(2, 1), (1, 2), (2, 3, 1), (1, 4, 2), (3, 1, 2)])
+def test_a_log_of_several_cadences_is_whole_and_each_missing_line_is_found(tmp_path, cadences, caplog):
+    config = TINY.replace(steps=6, checkpoint_every=1, keep_last=9)
+    ends = (2, 4, 6)[-len(cadences):]
+    for every, end in zip(cadences, ends, strict=True):
+        result = run(config.replace(log_every=every), tmp_path, stop_after_step=end)
+    starts = (0, *ends[:-1])
+    due = [step for every, start, end in zip(cadences, starts, ends, strict=True)
+           for step in range(start + 1, end + 1) if step % every == 0]
+    assert [row["step"] for row in log_of(tmp_path)] == due and not caplog.records
+    assert not any("metrics.jsonl" in note for note in result.notes)
+    for other in range(1, 5):  # a call without work misses nothing either
+        assert not any("metrics.jsonl" in note for note in run(config.replace(log_every=other), tmp_path).notes)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for missing in range(len(due)):
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:missing] + lines[missing + 1:]))
+        (note,) = [note for note in run(config, tmp_path).notes if "metrics.jsonl" in note]
+        assert f"1 were missing or contradicted the checkpoint (the first: step {due[missing]})" in note
+        assert [row["step"] for row in log_of(tmp_path)] == due
+
+
+def test_a_log_goes_back_with_its_run_across_a_change_of_cadence(tmp_path):
+    config = TINY.replace(steps=6, checkpoint_every=1, keep_last=9)
+    run(config.replace(log_every=2), tmp_path, stop_after_step=4)
+    run(config, tmp_path)
+    back = run(config.replace(log_every=3), tmp_path, resume_from=2)
+    assert [row["step"] for row in log_of(tmp_path)] == [2, 3, 6]
+    assert not any("were missing" in note for note in back.notes)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["starts"], manifest["cadences"]) == ([0, 4, 2], [2, 1, 3])
 
 
 def test_a_symlinked_log_is_not_followed(tmp_path):
@@ -523,7 +556,8 @@ def test_the_manifest_is_there_before_the_first_step_and_the_result_at_the_end(t
     result = run(TINY, tmp_path, on_boundary=look)
     names, manifest = seen
     assert names == ["checkpoints", "manifest.json", "metrics.jsonl"]
-    assert set(manifest) == {"config", "fingerprint", "identity", "parameters", "environment", "versions", "starts"}
+    assert set(manifest) == {"config", "fingerprint", "identity", "parameters", "environment", "versions", "starts",
+                             "cadences"}
     assert ExperimentConfig(**manifest["config"]) == TINY and manifest["fingerprint"] == TINY.fingerprint()
     assert manifest["environment"]["decides"]["threads"] == 1
     assert manifest["versions"]["torch"] == str(torch.__version__) and manifest["versions"]["numpy"] == np.__version__
@@ -557,7 +591,33 @@ def test_a_finished_run_changes_nothing_but_says_so_and_writes_the_result(tmp_pa
     assert past.steps == 4 and past.finished and "the run is at step 4" in past.notes[-1]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"starts": "0"}', '{"starts": [true]}'])
+def test_a_call_without_work_leaves_the_result_of_the_one_that_did_it(tmp_path):
+    run(TINY, tmp_path, stop_after_step=2)
+    first = run(TINY, tmp_path)
+    kept = (tmp_path / "result.json").read_bytes()
+    for options in ({}, {"resume": "must"}, {"stop_after_step": 1}, {"resume_from": 4}):
+        again = run(TINY, tmp_path, **options)
+        assert "nothing to do" in again.notes[-1] and (tmp_path / "result.json").read_bytes() == kept
+    assert json.loads(kept)["resumed_from"] == 2 and json.loads(kept)["elapsed_seconds"] == first.elapsed_seconds
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda plain: plain | {"steps": 3}, lambda plain: plain | {"state_digest": "0" * 64},
+    lambda plain: plain | {"finished": False}, lambda plain: plain | {"interruptions": 0},
+    lambda plain: {name: value for name, value in plain.items() if name != "notes"}, lambda plain: [plain]])
+def test_a_result_that_is_damaged_or_of_another_state_is_written_again(tmp_path, spoil):
+    run(TINY, tmp_path, stop_after_step=2)
+    run(TINY, tmp_path)
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    again = run(TINY, tmp_path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(again.to_plain()))
+    path.write_bytes(path.read_bytes()[:-9])
+    assert json.loads(json.dumps(run(TINY, tmp_path).to_plain())).keys() == json.loads(path.read_text()).keys()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"starts": "0"}', '{"starts": [true], "cadences": [1]}',
+                                     '{"starts": [0], "cadences": []}', '{"starts": [0], "cadences": [0]}'])
 def test_a_manifest_that_is_not_ours_is_refused_with_a_remedy(tmp_path, content):
     run(TINY, tmp_path, stop_after_step=2)
     (tmp_path / "manifest.json").write_text(content)
@@ -594,12 +654,23 @@ def test_resume_must_refuses_to_begin_and_makes_no_folder(tmp_path):
 @pytest.mark.parametrize("options, message", [
     ({"resume": "maybe"}, "resume: expected auto, never or must, got 'maybe'"),
     ({"resume": "never", "resume_from": 2}, "contradicts"),
-    ({"stop_after_step": -1}, "stop_after_step: expected 0 or more, got -1"),
+    ({"stop_after_step": -1}, "stop_after_step: expected 1 or more, got -1"),
+    ({"stop_after_step": 0}, "stop_after_step: expected 1 or more, got 0"),
 ])
 def test_a_wish_that_makes_no_sense_is_refused(tmp_path, options, message):
     with pytest.raises(TrainingError, match=message):
         run(TINY, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_names_the_run_and_a_file_in_its_place(tmp_path):
+    run(TINY, tmp_path / "run-A", stop_after_step=2)
+    for options in ({"resume": "never"}, {"resume_from": 9}):
+        with pytest.raises((TrainingError, NoCheckpointError), match="run-A/checkpoints"):
+            run(TINY, tmp_path / "run-A", **options)
+    (tmp_path / "output").write_text("a file")
+    with pytest.raises(PublicationError, match="output is a file and not a directory: choose another directory"):
+        run(TINY, tmp_path / "output")
 
 
 def test_going_back_sets_later_checkpoints_aside_and_drops_their_lines(tmp_path):
@@ -622,12 +693,6 @@ def test_going_back_in_another_experiment_moves_nothing(tmp_path):
     with pytest.raises(NoCheckpointError):
         run(config, tmp_path, resume_from=9)
     assert files(tmp_path) == before
-
-
-def test_a_stop_at_step_zero_trains_nothing(tmp_path):
-    result = run(TINY, tmp_path, stop_after_step=0)
-    assert (result.steps, result.initial_loss, result.state_digest, result.checkpoint) == (0, None, None, None)
-    assert run(TINY, tmp_path).interruptions == 0
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):
@@ -745,8 +810,9 @@ def signalled(folder: Path, *numbers: int, flags: tuple[str, ...] = ()) -> subpr
 def test_the_first_signal_saves_at_the_next_step_boundary(tmp_path, number):
     done = signalled(tmp_path / "run", number)
     assert done.returncode == 128 + number, done.stderr
-    assert done.stdout.strip() == (f"{number.name} after step 3: saved as step-00000003.safetensors; "
-                                   "the same command goes on from there")
+    assert done.stdout.strip() == (
+        f"{number.name} after step 3: saved as run/checkpoints/step-00000003.safetensors; "
+        "resume='auto' (--resume auto), without resume_from (--resume-from), goes on from there")
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["steps"], result["finished"]) == (3, False)
     assert result["checkpoint"] == "checkpoints/step-00000003.safetensors"
@@ -794,9 +860,27 @@ def test_a_signal_before_the_first_step_saves_nothing_and_says_so(tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().operation(name, path, call)
 
-    with pytest.raises(Interrupted, match="no step was completed, so nothing was saved") as stopped:
+    with pytest.raises(Interrupted, match="no step was completed, so nothing was saved.*begins at step 0") as stopped:
         run(TINY, tmp_path, disk=Terminating())
     assert stopped.value.path is None and not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_what_an_interruption_says_of_going_on_is_true(tmp_path):
+    def stopped(folder, **options):
+        with pytest.raises(Interrupted) as caught:
+            run(TINY, folder, **options, on_boundary=lambda name, step: (name, step) == ("after_backward", 3)
+                and os.kill(os.getpid(), signal.SIGTERM))
+        return str(caught.value)
+
+    said = {stopped(tmp_path / "a", resume="never")}
+    with pytest.raises(TrainingError, match="found steps 2, 3"):  # the same call would not go on
+        run(TINY, tmp_path / "a", resume="never")
+    run(TINY, tmp_path / "b")
+    said.add(stopped(tmp_path / "b", resume_from=2).replace("b/", "a/"))
+    assert len(said) == 1 and "the same command" not in (text := said.pop())
+    assert "saved as a/checkpoints/step-00000003.safetensors; resume='auto' (--resume auto)" in text
+    results = [run(TINY, tmp_path / name, resume="auto") for name in "ab"]
+    assert [r.resumed_from for r in results] == [3, 3] and results[0].state_digest == results[1].state_digest
 
 
 def test_training_outside_the_main_thread_installs_no_handler(tmp_path):
