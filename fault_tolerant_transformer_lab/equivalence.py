@@ -154,6 +154,8 @@ FAULTS = {
     "position left out": "the data's position is no participant",
     "learning rate off by one": "after a resume the schedule is one step ahead",
     "not deterministic": "at step 3 torch's generator is seeded from the operating system",
+    "model left out": "it is no participant",
+    "counter left out": "the loss is scaled by a counter of the steps that is no participant",
     "nothing learned": "the learning rate is 0 and no state is kept, so nothing can be lost",
 }
 
@@ -169,7 +171,7 @@ class ExampleRun:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: expected one of {', '.join(FAULTS)}, got {fault!r}")
         RandomGenerators().seed(7)
-        self.fault, self.resumed_at = fault, -1
+        self.fault, self.resumed_at, self.counter = fault, -1, 0
         self.inputs, self.targets = torch.randn(24, 6), torch.randn(24, 1)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
         adamw = _ForgetfulAdamW if fault == "optimizer not restored" else torch.optim.AdamW
@@ -177,7 +179,8 @@ class ExampleRun:
         self.passes, self.progress = _Passes(24, seed=7), Progress()
         taking_part = {"model": self.model, "optimizer": self.optimizer, "passes": self.passes,
                        "progress": self.progress, "rng": RandomGenerators()}
-        missing = {"optimizer left out": "optimizer", "generator lost": "rng", "position left out": "passes"}
+        missing = {"optimizer left out": "optimizer", "model left out": "model", "generator lost": "rng",
+                   "position left out": "passes"}
         self.contract = Contract(identity={"example": {"n_rows": 24, "seed": 7}},
                                  **{name: part for name, part in taking_part.items() if name != missing.get(fault)})
 
@@ -194,6 +197,9 @@ class ExampleRun:
             torch.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
         rows = self.passes.take(4)
         loss = nn.functional.mse_loss(self.model(self.inputs[rows]), self.targets[rows])
+        if self.fault == "counter left out":
+            self.counter += 1
+            loss = loss / self.counter
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -482,8 +488,17 @@ class ContractDriver:
             loss = run.advance()
         finally:
             hook.remove()
+        _require_counted(run.contract, step)
         witness.completed(step, loss)
         witness.boundary("after_update", step)
+
+
+def _require_counted(contract: Contract, step: int) -> None:
+    "Refuse a step that the contract's progress did not count. Reads one number: a run that is left alone stays so."
+    for part in contract.participants.values():
+        if isinstance(part, Progress) and part.step != step:
+            raise ContractError(f"advance() did one step, from {step - 1} to {step}, but progress counts {part.step}: "
+                                "call progress.record(...) in advance(), once for each step")
 
 # %% ../nbs/07_equivalence.ipynb #cell-043
 @dataclass(frozen=True)
@@ -973,6 +988,9 @@ def _measured(
     return found
 
 # %% ../nbs/07_equivalence.ipynb #cell-071
+_OUTSIDE = "state outside the contract"
+
+
 def _participant_of(
     path: str,  # of a leaf, such as "optimizer.state[0].exp_avg"
 ) -> str:  # such as "optimizer"
@@ -1040,11 +1058,16 @@ def _diagnose_forward(
     reseeded = [name for name in used if line["generators"].get(name) != reference[step]["generators"][name]]
     if reseeded:
         return f"generator {reseeded[0]}", "it was equal before this step and is not after it: seeded within the step"
+    if "Module" not in reference[0]["participants"].values():
+        return "the model is in no participant", (
+            "all declared state was equal before this step, and no participant is an nn.Module: where no other one "
+            "holds the weights, they began anew")
     if not reference[step].get("batch"):
-        return "data position", ("all declared state and every global generator were equal before this step, and no "
-                                 "batch digest is recorded: the batch, or state outside the contract")
-    return "undeclared state", ("state, batch and global generators were equal before this step: the forward pass "
-                                "depends on something outside the contract")
+        return f"data position or {_OUTSIDE}", (
+            "all declared state and every global generator were equal before this step, and no batch digest is "
+            "recorded: the batch, or anything else that the loss depends on; give record() a batch_digest to tell")
+    return _OUTSIDE, ("state, batch and global generators were equal before this step: the forward pass depends on "
+                      "something that no participant holds")
 
 
 def _diagnose_update(
@@ -1056,8 +1079,8 @@ def _diagnose_update(
         return "optimizer", "the loss is equal and the update is not, and no optimizer takes part in the contract"
     moments = [name for name in owners if kinds.get(name) == "Optimizer"]
     if moments:
-        return moments[0], ("the loss is equal, and both the optimizer's state and the weights differ: the gradients "
-                            "differ, so accumulated gradients, a gradient scale, or the order of a sum")
+        return _OUTSIDE, ("the loss is equal, and both the optimizer's state and the weights differ: the gradients "
+                          "differ, so accumulated gradients, a counter or a scale in them, or the order of a sum")
     return "learning rate", ("the loss and the optimizer's state are equal and the weights are not: the step size, "
                              "through a schedule or a weight decay outside the contract")
 
@@ -1248,11 +1271,21 @@ class Proof:
             knocked = [(one.participant, one.outcome, textwrap.shorten(one.detail, 100, placeholder=" …"))
                        for one in self.knockouts]
             text.append(_columns([("left out", "outcome", "what differs"), *knocked]))
-        if compared := self.facts.get("compared"):
-            parts = ", ".join(f"{name} {n}" for name, n in compared.items())
-            text.append(f"compared after every step: loss, batch, and the tensors and values of {parts}; at the end: "
-                        "the digest of the last checkpoint" + " and metrics.jsonl" * self.facts["metrics_log"])
+        if compared := self.compared():
+            text.append(f"compared {compared}")
         return "\n\n".join([*text, str(self)])
+
+    def compared(self) -> str:  # empty where nothing was
+        "Say what was compared, and only that: a run without batch digests or without a log has none to compare."
+        told = []
+        if any(row.divergence or (row.path == "recovered" and row.outcome == "equal") for row in self.rows):
+            parts = ", ".join(f"{name} {n}" for name, n in self.facts.get("compared", {}).items())
+            told.append("after every step: loss, " + "batch, " * bool(self.facts.get("batches"))
+                        + f"and the tensors and values of {parts}")
+        if any(row.outcome == "equal" for row in self.rows):
+            told.append("at the end: the digest of the last checkpoint"
+                        + " and metrics.jsonl" * bool(self.facts.get("metrics_log")))
+        return "; ".join(told)
 
     def to_json(self) -> str:  # an object
         "Write the whole proof as JSON."
@@ -1389,12 +1422,15 @@ def knocked_out(
 ) -> Knockout:
     "Say whether the loss of one participant was noticed, and by what."
     name = trail.route.drop[0]
-    if trail.problem:  # before the resume nothing was left out yet
-        return Knockout(name, "refused" if len(trail.attempts) > 1 else "not run", trail.problem)
+    if len(trail.attempts) < 2:  # before the resume nothing was left out yet
+        return Knockout(name, "not run", trail.problem)
     reference, resumed = _by_step(direct), trail.attempts[-1].events("started", "step")
     found = [(line["step"], parted(reference[line["step"]], line) if line["step"] in reference else ["step"])
              for line in resumed]
-    if not any(names for _, names in found) and final_divergence(direct, trail) is None:
+    differs = any(names for _, names in found)
+    if trail.problem and not differs:
+        return Knockout(name, "refused", trail.problem)
+    if not differs and final_divergence(direct, trail) is None:
         return Knockout(name, "changes nothing", "its state at the resume was that of a fresh run")
     told = []
     for label, matches in (("batch", lambda path: path == "batch"), ("loss", lambda path: path == "loss"),
@@ -1486,6 +1522,7 @@ def _told_of(
     return {"threads": prover.threads, "jobs": prover.bench.jobs,
             "attempts": prover.bench.started, "steps_run": prover.steps_run,
             "compared": _compared(begun[0]) if begun else {},
+            "batches": any(line.get("batch") for ended in direct.attempts for line in ended.events("step")),
             "metrics_log": (direct.folder / "run" / "metrics.jsonl").exists(),
             "processes": "one" if prover.bench.in_process else "one for each attempt",
             "environment": begun[0]["environment"] if begun else None}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,8 @@ def test_train_survives_stops_signals_and_kills() -> None:
 EXPECTED = {  # fault: step, restoring, first leaf, suspect
     "optimizer not restored": (3, True, "optimizer.state[0].step", "optimizer"),
     "optimizer left out": (4, False, "model.0.weight", "optimizer"),
+    "model left out": (4, False, "optimizer.state[0].exp_avg", "the model is in no participant"),
+    "counter left out": (4, False, "model.0.weight", "state outside the contract"),
     "generator lost": (4, False, "model.0.weight", "generator torch_cpu"),
     "batch repeated": (4, False, "model.0.weight", "data position"),
     "position left out": (4, False, "model.0.weight", "data position"),
@@ -199,8 +202,87 @@ def test_a_repeated_batch_is_suspected_even_where_no_batch_digest_is_kept() -> N
         return run
 
     found = first_row(in_process(make_run, steps=4, interrupt_at=[2], knock_out=False)).divergence
-    assert found is not None and (found.step, found.suspect) == (3, "data position")
+    assert found is not None and (found.step, found.suspect) == (3, "data position or state outside the contract")
     assert "no batch digest is recorded" in found.reason
+
+
+def without_batch_digests(run: ExampleRun) -> ExampleRun:
+    record = run.progress.record
+    run.progress.record = lambda loss, n_tokens, batch_digest=b"": record(loss, n_tokens)  # type: ignore[method-assign]
+    return run
+
+
+@pytest.mark.parametrize(("fault", "suspect"), [
+    ("counter left out", "data position or state outside the contract"),
+    ("model left out", "the model is in no participant"), ("generator lost", "generator torch_cpu")])
+def test_what_is_undeclared_is_suspected_too_where_no_batch_digest_is_kept(fault: str, suspect: str) -> None:
+    proof = in_process(lambda directory: without_batch_digests(ExampleRun(fault)), steps=4, interrupt_at=[2],
+                       knock_out=False)
+    found = first_row(proof).divergence
+    assert found is not None and (found.step, found.suspect) == (3, suspect)
+
+
+class Scaling(ExampleRun):
+    "Scales its gradients by a counter that nobody declared: the loss of the step is still right."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+        self.optimizer.register_step_pre_hook(self.scale)
+
+    def scale(self, *_: object) -> None:
+        self.count += 1
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(self.count)
+
+
+def test_an_undeclared_counter_that_only_the_gradients_see_is_not_laid_on_the_optimizer() -> None:
+    found = first_row(in_process(lambda directory: Scaling(), steps=4, interrupt_at=[2], knock_out=False)).divergence
+    assert found is not None and (found.step, found.suspect) == (3, "state outside the contract")
+    assert "a counter" in found.reason
+
+
+def test_the_report_claims_only_what_was_compared(tmp_path: Path) -> None:
+    proof = in_process(example_run, steps=3, interrupt_at=[2], knock_out=False)
+    assert "after every step: loss, batch, and the tensors" in proof.table() and "metrics.jsonl" not in proof.table()
+    proof = in_process(lambda directory: without_batch_digests(ExampleRun()), steps=3, interrupt_at=[2],
+                       knock_out=False)
+    proof.raise_if_different()
+    assert "batch" not in proof.compared() and "after every step: loss, and the tensors" in proof.table()
+    assert proof.compared().endswith("at the end: the digest of the last checkpoint")
+    proof = in_process(faulty("not deterministic"), steps=3, interrupt_at=[2])
+    assert "after every step" in proof.compared() and "at the end" not in proof.compared()
+    kept = proved(TrainingDriver(SMALL), tmp_path, CLEAN_AT_3).compared()
+    assert "loss, batch, and" in kept and kept.endswith("the digest of the last checkpoint and metrics.jsonl")
+
+
+def test_nothing_is_claimed_of_a_run_that_failed() -> None:
+    class Fails(ExampleRun):
+        def advance(self) -> float:
+            raise RuntimeError("no step")
+
+    proof = in_process(lambda directory: Fails(), steps=2)
+    assert proof.verdict is Verdict.ERROR and proof.compared() == "" and "compared" not in proof.table()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_step_that_progress_does_not_count_once_is_told_with_the_remedy(times: int) -> None:
+    def make_run(directory: Path) -> ExampleRun:
+        run = ExampleRun()
+        record = run.progress.record
+
+        def miscounted(*arguments: Any) -> None:
+            for _ in range(times):
+                record(*arguments)
+
+        run.progress.record = miscounted  # type: ignore[method-assign]
+        return run
+
+    proof = in_process(make_run, steps=2)
+    assert proof.verdict is Verdict.ERROR and "leave the argument out" not in str(proof)
+    assert f"advance() did one step, from 0 to 1, but progress counts {times}" in str(proof)
+    assert "call progress.record(...) in advance()" in str(proof)
 
 
 @dataclass(frozen=True)
