@@ -36,10 +36,10 @@ from fault_tolerant_transformer_lab.contract import (
     SavedState,
     Segment,
     Snapshot,
+    TreePath,
     format_path,
     tensor_key,
 )
-from .contract import Path as TreePath
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-013
 SCHEMA_VERSION = 1

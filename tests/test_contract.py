@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fault_tolerant_transformer_lab import contract as room
+from fault_tolerant_transformer_lab import contract as chapter
 from fault_tolerant_transformer_lab.contract import (
     CheckpointError,
     CheckpointMismatchError,
@@ -291,7 +291,7 @@ def samples(dtype):
     }
 
 
-@pytest.mark.parametrize("dtype", sorted(room.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(chapter.DTYPES, key=str), ids=str)
 def test_every_dtype_in_every_form_comes_back_bit_for_bit(dtype):
     original = samples(dtype)
     saved = freeze(Contract(holder=Holder(**original)).capture(step=0))
@@ -463,7 +463,7 @@ def test_sliding_windows_over_one_memory_are_never_filled_in_place():
 )  # fmt: skip
 def test_overlap_is_told_from_strides(size, stride, overlaps):
     tensor = torch.zeros(64).as_strided(size, stride)
-    assert room._overlaps_itself(tensor) is overlaps
+    assert chapter._overlaps_itself(tensor) is overlaps
 
 
 def test_a_model_on_the_meta_device_is_refused_instead_of_silently_left_empty():
@@ -988,6 +988,24 @@ def test_the_step_comes_from_progress_and_must_agree_with_it():
         without.capture()
 
 
+def test_the_counted_step_is_read_without_capturing_anything():
+    class Unreadable(Holder):
+        def state_dict(self):
+            raise AssertionError("the step alone was asked for")
+
+    progress, counter = Progress(), SimpleNamespace(step=5, state_dict=dict, load_state_dict=dict)
+    contract = Contract(model=nn.Linear(1, 1), costly=Unreadable(), history=progress)
+    begun = contract.lineage
+    assert contract.step == 0
+    progress.record(1.0, 1)
+    assert contract.step == 1 and contract.lineage == begun
+    assert Contract(progress=counter).step == 5  # one's own counter, by its name
+    assert Contract(counter=counter).step is None
+    assert Contract(model=nn.Linear(1, 1)).step is None
+    with pytest.raises(AttributeError):
+        contract.step = 3
+
+
 # Participants
 
 
@@ -1142,8 +1160,9 @@ def test_a_precision_never_set_is_the_one_set_back():
     def backend(value):
         return SimpleNamespace(matmul=SimpleNamespace(fp32_precision=value))
 
-    assert room._fp32_precision(backend("none")) == room._fp32_precision(backend("ieee")) == {"fp32_matmul": "ieee"}
-    assert room._fp32_precision(backend("tf32")) == {"fp32_matmul": "tf32"}
+    for never_set_or_set_back in ("none", "ieee"):
+        assert chapter._fp32_precision(backend(never_set_or_set_back)) == {"fp32_matmul": "ieee"}
+    assert chapter._fp32_precision(backend("tf32")) == {"fp32_matmul": "tf32"}
 
 
 def test_devices_are_read_from_what_is_there_from_the_start():
@@ -1153,7 +1172,7 @@ def test_devices_are_read_from_what_is_there_from_the_start():
     optimizer.step()
     for participant in (model, optimizer, Holder(), SimpleNamespace(inner=model)):
         expected = [] if isinstance(participant, Holder) else [model.weight, model.bias]
-        assert list(map(id, room._lasting_tensors(participant))) == list(map(id, expected))
+        assert list(map(id, chapter._lasting_tensors(participant))) == list(map(id, expected))
 
 
 def test_each_variable_of_the_shell_is_a_fact():
@@ -1188,7 +1207,7 @@ def test_the_environment_does_not_depend_on_how_far_the_run_is():
 def test_cuda_facts_are_absent_on_the_cpu_and_can_be_collected():
     on_cpu = environment_identity([nn.Linear(1, 1)])["decides"]
     assert on_cpu["devices"] == "cpu" and not any(name.startswith(("cuda", "cudnn")) for name in on_cpu)
-    facts = room._cuda_facts()
+    facts = chapter._cuda_facts()
     assert {"cuda", "cudnn", "cudnn_deterministic", "cuda_fp32"} <= facts.keys()
     json.dumps(facts)
 
