@@ -84,7 +84,7 @@ def _remedy_for(operation: str, path: Path, code: int) -> str:
         return f"nothing can be made in {place_of(path.parent)}/: choose another directory"
     return _REMEDIES.get(code, "save again; if it fails again, check this file system")
 
-
+# %% ../nbs/05_publication.ipynb #cell-012
 class PublicationError(CheckpointError):
     "An operation on the disk failed; the message names it, its path, the errno and the remedy."
 
@@ -106,7 +106,7 @@ class PublicationError(CheckpointError):
     def __str__(self) -> str:
         return f"{self.operation} {place_of(self.path)}: {self.reason}; {self.consequence}; {self.remedy}"
 
-# %% ../nbs/05_publication.ipynb #cell-018
+# %% ../nbs/05_publication.ipynb #cell-019
 _T = TypeVar("_T")
 
 
@@ -138,7 +138,7 @@ class Operation(Generic[_T]):
         span = f" [{self.offset}:{(self.offset or 0) + len(self.data)}]" if self.data is not None else ""
         return f"{self.name} {self.path.name}{arrow}{span}"
 
-# %% ../nbs/05_publication.ipynb #cell-021
+# %% ../nbs/05_publication.ipynb #cell-022
 class Seam:
     "Where every operation on the disk passes, and where an `OSError` becomes a `PublicationError`."
 
@@ -174,7 +174,7 @@ class Seam:
         "The path under which this disk opened a descriptor."
         return self._paths.get(fd, Path(f"descriptor-{fd}"))
 
-# %% ../nbs/05_publication.ipynb #cell-025
+# %% ../nbs/05_publication.ipynb #cell-026
 # Not every platform that can import this module has these flags; the store refuses to work without them.
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
@@ -234,7 +234,7 @@ class OpenFileCalls(Seam):
         self._paths.pop(fd, None)
         self.perform("close", path, lambda op: os.close(fd))
 
-# %% ../nbs/05_publication.ipynb #cell-030
+# %% ../nbs/05_publication.ipynb #cell-031
 def _patiently(call: Callable[[], _T]) -> _T:
     "Again after EINTR, as often as is believable; only for calls that can be repeated: never for fsync or close."
     for _ in range(64):
@@ -299,7 +299,7 @@ def _directory(disk: Disk, path: Path) -> Iterator[int]:
     finally:
         disk.release(fd)
 
-# %% ../nbs/05_publication.ipynb #cell-032
+# %% ../nbs/05_publication.ipynb #cell-033
 @dataclass(frozen=True)
 class Recorded:
     "One operation that a `RecordingDisk` saw."
@@ -347,7 +347,7 @@ class RecordingDisk(Disk):
         finally:
             self.records.append(Recorded(name, path, call.target, call.offset, n_bytes, data, str(call), error))
 
-# %% ../nbs/05_publication.ipynb #cell-037
+# %% ../nbs/05_publication.ipynb #cell-038
 def write_fully(
     disk: Disk,  # the seam
     fd: int,  # a file open for writing
@@ -365,7 +365,7 @@ def write_fully(
         done += n_bytes
     return done
 
-# %% ../nbs/05_publication.ipynb #cell-041
+# %% ../nbs/05_publication.ipynb #cell-042
 def publish(
     disk: Disk,  # the seam
     directory: int,  # from `Disk.open_directory`
@@ -412,7 +412,7 @@ def _discard(disk: Disk, directory: int, temporary: str, cause: BaseException) -
         if error.errno != errno.ENOENT and isinstance(cause, PublicationError):
             cause.consequence += f"; {temporary} could not be removed ({error.reason}), the next writer does it"
 
-# %% ../nbs/05_publication.ipynb #cell-053
+# %% ../nbs/05_publication.ipynb #cell-054
 def _require_platform() -> None:
     if fcntl is None or sys.platform not in ("linux", "darwin"):
         raise CheckpointError(
@@ -450,7 +450,7 @@ def make_directories(
         existing = existing / name
     return resolved
 
-# %% ../nbs/05_publication.ipynb #cell-057
+# %% ../nbs/05_publication.ipynb #cell-058
 def write_atomically(
     path: Path | str,  # the file's name; a symbolic link there is replaced, not followed
     data: bytes,  # all that it shall hold
@@ -476,7 +476,7 @@ def _remove_abandoned(disk: Disk, directory: int, name: str) -> None:
     with suppress(PublicationError):
         disk.lock(directory, shared=True)
 
-# %% ../nbs/05_publication.ipynb #cell-061
+# %% ../nbs/05_publication.ipynb #cell-062
 @dataclass(frozen=True, order=True)
 class Generation:
     "A checkpoint that the directory lists under its own name; whether its file is sound is not known yet."
@@ -506,7 +506,7 @@ def step_of(
     found = _NAME.fullmatch(name)
     return int(found[1]) if found and generation_name(int(found[1])) == name else None
 
-# %% ../nbs/05_publication.ipynb #cell-065
+# %% ../nbs/05_publication.ipynb #cell-066
 @contextmanager
 def _reading(generation: Generation) -> Iterator[None]:
     "Names a refusal by the system (permission, too many open files); a file that is gone is the caller's matter."
@@ -543,7 +543,7 @@ def _require_step(generation: Generation, step: int) -> None:
             f"rename it to {generation_name(step)} if that step is missing", "step",
         )
 
-# %% ../nbs/05_publication.ipynb #cell-067
+# %% ../nbs/05_publication.ipynb #cell-068
 class Generations:
     "The checkpoints in a directory, for reading: needs no lock and changes nothing."
 
@@ -580,7 +580,7 @@ class Generations:
                 return generation
         return None
 
-# %% ../nbs/05_publication.ipynb #cell-073
+# %% ../nbs/05_publication.ipynb #cell-074
 class NoCheckpointError(CheckpointError):
     "Nothing to restore from; `empty` tells a fresh directory from one whose checkpoints cannot be used."
 
@@ -594,7 +594,7 @@ class NoCheckpointError(CheckpointError):
         self.empty, self.reasons = empty, tuple(reasons)
         super().__init__(message)
 
-# %% ../nbs/05_publication.ipynb #cell-074
+# %% ../nbs/05_publication.ipynb #cell-075
 @dataclass(frozen=True)
 class Restored:
     "What a restore used, and what it passed over."
@@ -603,7 +603,7 @@ class Restored:
     step: int  # the completed step it holds
     skipped: tuple[tuple[Path, str], ...] = ()  # newer files that were not sound, and why, newest first
 
-# %% ../nbs/05_publication.ipynb #cell-075
+# %% ../nbs/05_publication.ipynb #cell-076
 def restore_newest(
     source: Generations,  # where the checkpoints are
     contract: Contract,  # whose participants are changed, all or none
@@ -648,7 +648,7 @@ def _nothing(source: Generations, step: int | None, skipped: list[tuple[Path, st
         "directory: nothing is started over silently", empty=False, reasons=reasons,
     )
 
-# %% ../nbs/05_publication.ipynb #cell-082
+# %% ../nbs/05_publication.ipynb #cell-083
 def to_delete(
     steps: Iterable[int],  # sound checkpoints, any order
     *,
@@ -678,7 +678,7 @@ def _outdated(found: Sequence[Generation], keep_last: int, keep_every: int | Non
             sound.append(generation.step)
     return to_delete(sound, keep_last=keep_last, keep_every=keep_every)
 
-# %% ../nbs/05_publication.ipynb #cell-086
+# %% ../nbs/05_publication.ipynb #cell-087
 def set_aside(
     disk: Disk,  # the seam
     directory: int,  # from `Disk.open_directory`; the caller holds the writer's lock
@@ -710,7 +710,7 @@ def _remove_temporaries(disk: Disk, directory: int) -> None:
             )
         disk.unlink(directory, name)
 
-# %% ../nbs/05_publication.ipynb #cell-090
+# %% ../nbs/05_publication.ipynb #cell-091
 class CheckpointLockedError(CheckpointError):
     "Another process is writing into this directory; `pid`, `host` and `started` say which."
 
@@ -735,7 +735,7 @@ def _read_holder(fd: int) -> dict[str, Any]:
         return {}
     return said if isinstance(said, dict) else {}
 
-# %% ../nbs/05_publication.ipynb #cell-091
+# %% ../nbs/05_publication.ipynb #cell-092
 _LOCK_NAME = ".lock"
 _held: "set[WriterLock]" = set()
 _fork_hook: list[bool] = []
@@ -808,7 +808,7 @@ class WriterLock:
                 os.close(fd)
         self._fd = self.directory = None
 
-# %% ../nbs/05_publication.ipynb #cell-098
+# %% ../nbs/05_publication.ipynb #cell-099
 @dataclass(frozen=True)
 class Published:
     "A checkpoint that is on the device under its final name."
@@ -861,7 +861,7 @@ def _warn_about_permissions(directory: Path) -> None:
                 f"chmod go-w {path.name}", stacklevel=3,
             )
 
-# %% ../nbs/05_publication.ipynb #cell-099
+# %% ../nbs/05_publication.ipynb #cell-100
 class CheckpointStore(Generations):
     "A directory of checkpoints; as a context manager it is the one writer."
 
