@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'CHUNK_BYTES', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH', 'DTYPES',
-           'UnknownSchemaError', 'CheckpointCorruptError', 'MalformedTree', 'encode_tree', 'decode_tree', 'TensorEntry',
-           'byte_view', 'pieces', 'Manifest', 'Encoding', 'encode', 'state_digest', 'read_manifest', 'verify',
-           'FileTensor', 'open_checkpoint', 'ulp_distance', 'compare_tensors', 'Difference', 'diff']
+           'UnknownSchemaError', 'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree',
+           'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'Manifest', 'Encoding', 'encode', 'state_digest',
+           'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance', 'compare_tensors', 'Difference',
+           'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 import base64
@@ -67,6 +68,10 @@ class CheckpointCorruptError(CheckpointError):
     ):
         super().__init__(message)
         self.where = where
+
+
+class NotACheckpointError(CheckpointCorruptError):
+    """What was named does not even begin as a checkpoint: a link, a device, a text, somebody else's tensors."""
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-015
 class MalformedTree(ValueError):
@@ -607,8 +612,8 @@ def _open_regular(path: str | os.PathLike) -> int:
 
     def _refuse(mode: int) -> None:
         if not stat.S_ISREG(mode):
-            raise CheckpointCorruptError(f"{Path(path).name}: expected a regular file, found "
-                                         f"{kinds.get(stat.S_IFMT(mode), 'a device')}; name the file itself")
+            raise NotACheckpointError(f"{Path(path).name}: expected a regular file, found "
+                                      f"{kinds.get(stat.S_IFMT(mode), 'a device')}; name the file itself")
 
     _refuse(os.lstat(path).st_mode)
     try:
@@ -625,6 +630,11 @@ def _open_regular(path: str | os.PathLike) -> int:
     return fd
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-073
+# With these the device or the file system says that the bytes are lost. Any other error is one of the moment (memory,
+# a signal, a limit): it must not condemn a sound checkpoint.
+_DAMAGED = frozenset(getattr(errno, name, None) for name in ("EIO", "EBADMSG", "EILSEQ", "EUCLEAN")) - {None}
+
+
 class _File:
     """An open regular file that is only read: each read is exact, or a `CheckpointCorruptError`."""
 
@@ -640,9 +650,10 @@ class _File:
         where: str,  # name of a tensor, or "header", "length", "file"
         problem: str,  # what was expected, what was found
         remedy: str = "use another generation",  # what to do about it
+        kind: type[CheckpointCorruptError] = CheckpointCorruptError,  # damage, or no checkpoint at all
     ) -> CheckpointCorruptError:
         """Make the error that says which file, where in it, what is wrong, and what to do."""
-        return CheckpointCorruptError(f"{self.name}: {where}: {problem}; {remedy}", where)
+        return kind(f"{self.name}: {where}: {problem}; {remedy}", where)
 
     def read_into(
         self,
@@ -657,7 +668,10 @@ class _File:
             try:
                 n_read = os.preadv(self.fd, [view[done:done + (64 << 20)]], offset + done)
             except OSError as error:
-                raise self.corrupt(where, f"cannot be read: {error}") from error
+                if error.errno in _DAMAGED:
+                    raise self.corrupt(where, f"cannot be read: {error}") from error
+                raise CheckpointError(f"{self.name}: {where} could not be read now ({error}); that says nothing about "
+                                      "the file: try again") from error
             if n_read == 0:
                 raise self.corrupt(where, f"the file ends at byte {offset + done}, {len(view) - done} are missing")
             done += n_read
@@ -671,7 +685,8 @@ class _File:
         self._require_open()
         status = os.fstat(self.fd)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
-            raise self.corrupt("file", "changed while it was being read")
+            raise CheckpointError(f"{self.name} changed while it was being read, which no writer of this format does; "
+                                  "find out who writes to it, and read it again")
 
     def close(self) -> None:
         """Close the file; later reads raise."""
@@ -722,19 +737,28 @@ def _parse_json(text: str, file: _File, what: str) -> Any:
         raise file.corrupt("header", f"{what} is not valid: {error}") from None
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-077
+def _kind_of(
+    begin: bytes | bytearray,  # the first bytes of a file, at most `_DIGEST_AT`
+) -> type[CheckpointCorruptError]:
+    """Tell damage from a file that never was a checkpoint: most of a checkpoint's beginning survives most damage."""
+    same = sum(a == b for a, b in zip(begin[8:], _FRONT, strict=False))
+    return CheckpointCorruptError if same >= 16 and 4 * same >= 3 * (len(begin) - 8) else NotACheckpointError
+
+
 def _read_header(file: _File) -> bytearray:
     """Read length, JSON and padding, and check their digest before anything in them is interpreted."""
+    begin = bytearray(min(file.size, _DIGEST_AT))
+    file.read_into(memoryview(begin), 0, "header")
+    kind = _kind_of(begin)
     if file.size < _DIGEST_AT + 64:
-        raise file.corrupt("header", f"the file has {file.size} bytes, too few for a header")
-    prefix = bytearray(8)
-    file.read_into(memoryview(prefix), 0, "header")
-    n_bytes = 8 + struct.unpack("<Q", prefix)[0]
+        raise file.corrupt("header", f"the file has {file.size} bytes, too few for a header", kind=kind)
+    n_bytes = 8 + struct.unpack_from("<Q", begin)[0]
     if not _DIGEST_AT + 64 <= n_bytes <= min(file.size, MAX_HEADER_BYTES):
-        raise file.corrupt("header", f"its length says {n_bytes} bytes, the file has {file.size}")
+        raise file.corrupt("header", f"its length says {n_bytes} bytes, the file has {file.size}", kind=kind)
     header = bytearray(n_bytes)
     file.read_into(memoryview(header), 0, "header")
     if not header.startswith(_FRONT, 8):
-        raise file.corrupt("header", *_what_else(header))
+        raise file.corrupt("header", *_what_else(header), kind=kind)
     expected = header[_DIGEST_AT:_DIGEST_AT + 64].decode("ascii", "backslashreplace")
     found = _file_digest(header)
     if expected != found:
