@@ -9,8 +9,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from test_publication import STRACED, from_strace, whole_lines
 
@@ -45,15 +43,16 @@ def seen_by_the_kernel(text, root):
     return found
 
 
-@pytest.mark.skipif(not shutil.which("strace"), reason="not run: strace is not installed, and CI installs it")
-def test_the_kernel_saw_of_a_training_run_what_the_seam_recorded(tmp_path):
+def test_the_kernel_saw_of_a_training_run_what_the_seam_recorded(tmp_path, not_run):
+    if not shutil.which("strace"):
+        not_run("strace is not installed")
     root, log, said = tmp_path / "run", tmp_path / "trace", tmp_path / "said.json"
     root.mkdir()
     command = ["strace", "-f", "-y", "-s", "0", "--seccomp-bpf", "-e", f"trace={','.join('?' + c for c in STRACED)}",
                "-o", log, sys.executable, "-c", textwrap.dedent(CODE), root, said]
     done = subprocess.run(command, capture_output=True, text=True)
     if "ptrace" in done.stderr.lower() and not said.exists():
-        pytest.skip(f"not run: tracing is not permitted here: {done.stderr.strip()[:80]}")
+        not_run(f"tracing is not permitted here: {done.stderr.strip()[:80]}")
     assert done.returncode == 0, done.stderr
     recorded = [(name, os.path.relpath(path, root), target and os.path.relpath(target, root), offset, n_bytes)
                 for name, path, target, offset, n_bytes in json.loads(said.read_text()) if name not in ASKED_ONLY]

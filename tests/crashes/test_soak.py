@@ -4,6 +4,7 @@ import pytest
 
 from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
+    CHAIN,
     SOAK,
     Reference,
     Report,
@@ -21,9 +22,17 @@ from fault_tolerant_transformer_lab.crashes import (
 def test_runs_killed_at_random_moments_end_as_the_undisturbed_run(memory_dir, kills):
     tried = soak(memory_dir / "soak", kills=kills, n_workers=2, progress_bar=False)
     assert tried.tried == kills and tried.lost == 0, tried.examples
-    assert tried.detail["longest_chain"] >= 5
+    assert tried.detail["longest_chain"] >= CHAIN
     assert {"recovering", "during_write"} <= set(tried.detail["phases"]), tried.detail
     assert not (memory_dir / "soak").exists()
+
+
+def test_a_run_is_killed_five_times_even_where_no_kill_comes_in_time(memory_dir, monkeypatch):
+    "A delay so long that every attempt would be through: the steps at which a kill is due do it alone."
+    monkeypatch.setattr(crashes.random.Random, "uniform", lambda self, low, high: 600.0)
+    tried = soak(memory_dir / "soak", kills=CHAIN, config=SOAK.replace(steps=12), progress_bar=False)
+    assert (tried.tried, tried.lost) == (CHAIN, 0), tried.examples
+    assert (tried.detail["runs"], tried.detail["longest_chain"]) == (1, CHAIN)
 
 
 def test_a_run_that_ends_otherwise_is_noticed(memory_dir):
@@ -64,9 +73,17 @@ def test_the_table_counts_what_was_tried_lost_and_not_run():
     assert report.lost == 3 and "NOT CAUGHT" in report.table()
 
 
+def test_a_recorded_report_is_read_again_and_names_what_was_left_out():
+    report = Report("full", [Tried("kills", 3)], left_out=["states"], about={"torch": "2"})
+    again = Report.from_plain(report.to_plain())
+    assert again == report and again.table().splitlines()[-1] == "not run at the scale full: states"
+
+
 def test_one_campaign_by_name_and_an_unknown_scale(tmp_path):
     report = crashtest(scale="quick", only=["copies"], directory=tmp_path, progress_bar=False)
     assert [row.fault for row in report.rows] == ["copies with other timestamps"] and report.lost == 0
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="expected one of quick, ci, full, got 'huge'"):
         crashes.crashtest(scale="huge")
+    with pytest.raises(ValueError, match="only: expected some of .*copies.*, got kils"):
+        crashtest(scale="quick", only=["kils", "copies"])

@@ -1,0 +1,47 @@
+"""Fuzz the reader of headers for a bounded time, guided by coverage: `fuzz_header.py FOLDER SECONDS`. Needs atheris.
+
+What the fuzzer makes up is the header's text; the digest that a header needs to be read at all is put on it, else
+nothing behind that check would ever be reached. A header is refused by a `CheckpointError` or reads as the same state;
+whatever else happens is a crash, and atheris ends with it.
+"""
+
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["fault_tolerant_transformer_lab.checkpoint_file", "json"]):
+    from fault_tolerant_transformer_lab.checkpoint_file import CheckpointError, verify
+
+from fault_tolerant_transformer_lab.crashes import forgeries, sealed, two_checkpoints
+
+folder, seconds = Path(sys.argv[1]), sys.argv[2]
+good, _ = two_checkpoints(folder / "run")
+n_header = 8 + int.from_bytes(good[:8], "little")
+corpus = folder / "corpus"
+corpus.mkdir()
+(corpus / "good").write_bytes(good[8:n_header].rstrip())
+for i, forged in enumerate(forgeries(good)):
+    size = int.from_bytes(forged.data[:8], "little")
+    if size < 1 << 16:
+        (corpus / str(i)).write_bytes(forged.data[8:8 + size].rstrip())
+path = folder / "fuzzed"
+
+
+def read(raw: bytes) -> None:  # raw: what the fuzzer made up
+    "Seal it, and have it read."
+    text = raw.decode("utf-8", "ignore")
+    at = text.find('file_digest\\":\\"')
+    if at >= 0:
+        at += len('file_digest\\":\\"')
+        text = text[:at] + "0" * 64 + text[at + 64:]
+    path.write_bytes(sealed(text, good[n_header:]))
+    try:
+        digest = verify(path).state_digest
+    except CheckpointError:
+        return
+    assert digest.encode() in good, "whatever still reads is still the same state"
+
+
+atheris.Setup([sys.argv[0], str(corpus), f"-max_total_time={seconds}", "-max_len=20000", "-rss_limit_mb=4096"], read)
+atheris.Fuzz()
