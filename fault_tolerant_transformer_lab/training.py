@@ -7,16 +7,18 @@ __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at
            'make_optimizer', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients', 'TrainingError',
            'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'no_boundary', 'untouched',
            'evaluation_loss', 'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile',
-           'RunDisk', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session', 'check_resume',
-           'restore', 'open_log', 'write_manifest', 'advance_to', 'tells_the_same', 'finish', 'train']
+           'RunDisk', 'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
+           'check_resume', 'restore', 'open_log', 'write_manifest', 'advance_to', 'tells_the_same', 'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -454,7 +456,7 @@ class RunDisk(Disk):
         path: Path,  # an existing file, no symbolic link
     ) -> int:  # a descriptor, to be given back with `close`
         "Open a file that grows at its end."
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = self.perform("open_append", path, lambda op: os.open(op.path, flags))
         self._paths[fd] = path
         return fd
@@ -469,7 +471,29 @@ class RunDisk(Disk):
         while rest:
             rest = rest[self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=rest):]
 
-# %% ../nbs/06_training.ipynb #cell-055
+# %% ../nbs/06_training.ipynb #cell-056
+def read_regular(
+    path: Path,  # in a run's folder
+) -> bytes | None:  # None where there is no such name
+    "Read a file without waiting and without following a link. Raises `TrainingError` where it is no regular file."
+    wrong = "a symbolic link"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        wrong = wrong if error.errno == errno.ELOOP else f"what cannot be opened ({error.strerror})"
+    else:
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                with open(fd, "rb", closefd=False) as file:
+                    return file.read()
+            wrong = "something else"
+        finally:
+            os.close(fd)
+    raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
+
+
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -488,9 +512,9 @@ class MetricsLog:
         due: Callable[[int], bool] = lambda step: True,  # see `reconcile`
     ) -> Reconciled:  # what was done to it
         "Bring the log to the restored step, atomically, and open it for appending."
-        found = self.path.read_bytes() if self.path.exists() else None
+        found = read_regular(self.path)
         wanted = reconcile(found or b"", losses, known, due)
-        if found != wanted.data:
+        if found != wanted.data or os.lstat(self.path).st_nlink > 1:
             write_atomically(self.path, wanted.data, self.disk)
         self._fd = self.disk.open_append(self.path)
         return wanted
@@ -517,7 +541,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-059
+# %% ../nbs/06_training.ipynb #cell-060
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -551,21 +575,22 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk)
 
-# %% ../nbs/06_training.ipynb #cell-061
+# %% ../nbs/06_training.ipynb #cell-062
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
 ) -> tuple[list[int], list[int]]:  # the step at which each earlier call of `train` began, and the `log_every` of each
     "Read how often a run was begun, and how it logged. Raises `TrainingError` where the file is not one of ours."
+    data = read_regular(path)
+    if data is None:
+        return [], []
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(data)
         starts, cadences = found["starts"], found["cadences"]
         whole = all(isinstance(part, list) and all(type(step) is int for step in part) for part in (starts, cadences))
         if whole and len(starts) == len(cadences) and all(every > 0 for every in cadences):
             return starts, cadences
         reason = f"starts is {starts!r}, cadences {cadences!r}"
-    except FileNotFoundError:
-        return [], []
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise TrainingError(f"{path.name}: expected the manifest of an earlier call, found something else ({reason}); "
                         "move it away to go on without its count of interruptions")
@@ -583,7 +608,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-065
+# %% ../nbs/06_training.ipynb #cell-066
 _logger = logging.getLogger(__name__)
 
 
@@ -632,7 +657,7 @@ class Session:
         self.run.on_boundary("after_publication", step)
         return published
 
-# %% ../nbs/06_training.ipynb #cell-067
+# %% ../nbs/06_training.ipynb #cell-068
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -654,7 +679,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-071
+# %% ../nbs/06_training.ipynb #cell-072
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -671,7 +696,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-073
+# %% ../nbs/06_training.ipynb #cell-074
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -707,7 +732,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-075
+# %% ../nbs/06_training.ipynb #cell-076
 def advance_to(
     session: Session,  # with its log open
     goal: int,  # completed steps to reach
@@ -740,8 +765,8 @@ def tells_the_same(
 ) -> bool:
     "Whether an earlier result is there, whole, and says the same of the run: then its time and notes are worth more."
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(read_regular(path) or b"")
+    except (ValueError, RecursionError):
         return False
     plain = json.loads(json.dumps(result.to_plain()))
     of_the_call = {"resumed_from", "interruptions", "elapsed_seconds", "notes"}
@@ -769,7 +794,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-076
+# %% ../nbs/06_training.ipynb #cell-077
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing

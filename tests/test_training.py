@@ -537,9 +537,30 @@ def test_a_symlinked_log_is_not_followed(tmp_path):
     (tmp_path / "run/metrics.jsonl").unlink()
     (tmp_path / "run/metrics.jsonl").symlink_to(elsewhere)
     content = elsewhere.read_bytes()
-    with pytest.raises(PublicationError, match="ELOOP"):
+    with pytest.raises(TrainingError, match="run/metrics.jsonl: expected a regular file, found a symbolic link"):
         run(TINY, tmp_path / "run")
     assert elsewhere.read_bytes() == content
+
+
+def test_a_log_with_a_second_name_is_written_anew_and_the_other_name_keeps_its_bytes(tmp_path):
+    run(TINY, tmp_path / "run", stop_after_step=2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.hardlink_to(tmp_path / "run/metrics.jsonl")
+    content = elsewhere.read_bytes()
+    run(TINY, tmp_path / "run")
+    assert elsewhere.read_bytes() == content
+    assert [row["step"] for row in log_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "manifest.json", "result.json"])
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")],
+                         ids=["fifo", "directory", "link to a device"])
+def test_what_is_no_file_in_a_run_folder_is_refused_at_once(tmp_path, name, plant):
+    run(TINY, tmp_path)
+    (tmp_path / name).unlink()
+    plant(tmp_path / name)
+    with pytest.raises(TrainingError, match=f"{name}: expected a regular file, found (a symbolic link|something else)"):
+        run(TINY, tmp_path)
 
 
 # The run folder
@@ -617,7 +638,8 @@ def test_a_result_that_is_damaged_or_of_another_state_is_written_again(tmp_path,
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"starts": "0"}', '{"starts": [true], "cadences": [1]}',
-                                     '{"starts": [0], "cadences": []}', '{"starts": [0], "cadences": [0]}'])
+                                     "[" * 200_000, '{"starts": [0], "cadences": []}',
+                                     '{"starts": [0], "cadences": [0]}'])
 def test_a_manifest_that_is_not_ours_is_refused_with_a_remedy(tmp_path, content):
     run(TINY, tmp_path, stop_after_step=2)
     (tmp_path / "manifest.json").write_text(content)
