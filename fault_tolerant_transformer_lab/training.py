@@ -8,7 +8,8 @@ __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at
            'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'no_boundary', 'untouched',
            'evaluation_loss', 'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile',
            'RunDisk', 'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
-           'check_resume', 'restore', 'open_log', 'write_manifest', 'advance_to', 'tells_the_same', 'finish', 'train']
+           'check_resume', 'restore', 'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same',
+           'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -733,6 +734,16 @@ def write_manifest(
     }, session.disk)
 
 # %% ../nbs/06_training.ipynb #cell-076
+def progress_bar_of(
+    session: Session,  # at its first step
+    goal: int,  # completed steps to reach
+) -> contextlib.AbstractContextManager[Any]:  # None inside where no bar is shown
+    "Make a bar where one is shown, and nothing where not."
+    if not session.show_progress:
+        return contextlib.nullcontext()
+    return tqdm(total=goal, initial=session.run.progress.step, unit="step")
+
+
 def advance_to(
     session: Session,  # with its log open
     goal: int,  # completed steps to reach
@@ -741,7 +752,7 @@ def advance_to(
     "Train until the goal or a signal; save at every `checkpoint_every`-th step, and where it ends."
     run, config, progress = session.run, session.run.config, session.run.progress
     saved = progress.step
-    with tqdm(total=goal, initial=progress.step, unit="step", disable=not session.show_progress) as bar:
+    with progress_bar_of(session, goal) as bar:
         while progress.step < goal and stop.signal is None:
             run.advance()
             row = run.last
@@ -751,10 +762,10 @@ def advance_to(
                 session.log.append(row)
             if progress.step % config.checkpoint_every == 0:
                 saved = session.save().step
-            if session.show_progress:
+            if bar is not None:
                 rate = (bar.format_dict["rate"] or 0.0) * tokens_per_step(config)
                 bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {saved}", refresh=False)
-            bar.update()
+                bar.update()
     if progress.step != saved:
         session.save()
 

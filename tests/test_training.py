@@ -924,6 +924,11 @@ def test_the_bar_is_silent_where_stderr_is_no_terminal(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_no_bar_is_made_where_none_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("fault_tolerant_transformer_lab.training.tqdm", None)  # making one takes a lock of all forks
+    assert run(TINY, tmp_path, progress_bar=False).finished
+
+
 def test_the_bar_shows_loss_rate_and_the_last_save(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     run(TINY, tmp_path, stop_after_step=2, progress_bar=True)
