@@ -177,7 +177,7 @@ def number_from(
     except ValueError:
         raise ValueError(f"expected a number, got {words[0][:40]!r}") from None
 
-
+# %% ../nbs/10_cli.ipynb #cell-029
 def made_by(
     make: Callable[[Sequence[str]], Any],  # one of the three above
     kind: type,  # what it makes
@@ -197,7 +197,7 @@ _Whole = Annotated[int, made_by(whole_from, int, "N")]
 _OptionalNumber = Annotated[int | None, made_by(whole_from, int, "N"), tyro.conf.arg(help_behavior_hint="(optional)")]
 _Number = Annotated[float, made_by(number_from, float, "X")]
 
-# %% ../nbs/10_cli.ipynb #cell-030
+# %% ../nbs/10_cli.ipynb #cell-032
 def within(
     flag: str,  # the flag's name, for the message
     value: float | None,  # what arrived; None is a flag that was left out
@@ -208,7 +208,7 @@ def within(
     if value is not None and not least <= value <= most:
         raise UsageError(f"{flag}: expected a number from {least} to {most}, got {value}")
 
-# %% ../nbs/10_cli.ipynb #cell-033
+# %% ../nbs/10_cli.ipynb #cell-035
 _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "choose a path that this user may use",
@@ -254,7 +254,7 @@ def failure(
         return 2, str(error)
     return None
 
-# %% ../nbs/10_cli.ipynb #cell-037
+# %% ../nbs/10_cli.ipynb #cell-039
 _FOR_PROGRAMS = (
     (r"\b\w+(?:='?\w+'?)? \((--[a-z-]+(?: \w+)?)\)", r"\1"),  # resume='auto' (--resume auto)
     (r", (start a new run in another directory), or take over [a-z ]+ with only=", r" or \1"),
@@ -275,7 +275,7 @@ def for_command_line(
         message = regex.sub(pattern, instead, message)
     return message
 
-# %% ../nbs/10_cli.ipynb #cell-040
+# %% ../nbs/10_cli.ipynb #cell-042
 WIDTH = 100  # columns that every table fits into
 
 
@@ -309,7 +309,7 @@ def table(
                                for part, n, title in zip(parts, widths, header, strict=True)).rstrip())
     return "\n".join(lines)
 
-# %% ../nbs/10_cli.ipynb #cell-042
+# %% ../nbs/10_cli.ipynb #cell-044
 def size(
     n_bytes: int,  # a number of bytes
 ) -> str:  # such as "352.1 KiB"
@@ -331,7 +331,7 @@ def printable(
                     for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
-# %% ../nbs/10_cli.ipynb #cell-046
+# %% ../nbs/10_cli.ipynb #cell-048
 _logger = logging.getLogger("fault_tolerant_transformer_lab.cli")
 
 
@@ -370,7 +370,7 @@ def checkpoints_in(
                                 "check the path", empty=store.is_empty())
     return found
 
-# %% ../nbs/10_cli.ipynb #cell-048
+# %% ../nbs/10_cli.ipynb #cell-050
 def tensor_paths(
     manifest: "Manifest",  # a checkpoint's header
 ) -> dict[str, str]:  # such as "optimizer.state[0].exp_avg", by the name in the file, "optimizer.state.0.exp_avg"
@@ -384,7 +384,7 @@ def tensor_paths(
             paths.setdefault(leaf.name, format_path(path))
     return paths
 
-
+# %% ../nbs/10_cli.ipynb #cell-051
 def examined(
     path: Path,  # a file
     *,
@@ -413,7 +413,7 @@ def examined(
             f"{generation_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-
+# %% ../nbs/10_cli.ipynb #cell-053
 def latest_of(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
     *,
@@ -439,7 +439,7 @@ def latest_of(
             return newest, manifest
     raise CheckpointCorruptError(f"{path}: no checkpoint there is sound: {'; '.join(damaged) or 'all are gone'}")
 
-# %% ../nbs/10_cli.ipynb #cell-050
+# %% ../nbs/10_cli.ipynb #cell-055
 # A flag of the configuration that is left out is left out of the mapping too.
 _ConfigFlags = Annotated[dict[str, str], tyro.conf.arg(name="", constructor_factory=config_flags)]
 
@@ -450,14 +450,15 @@ def as_json(
     "Write plain data as JSON that a script reads and a person can."
     return json_format.dumps(value, indent=2)
 
-# %% ../nbs/10_cli.ipynb #cell-052
+# %% ../nbs/10_cli.ipynb #cell-057
 @contextmanager
 def warned() -> Iterator[list[str]]:  # filled with the warnings that are logged inside
     "Remember which warnings were printed, so that they are not told twice."
     messages: list[str] = []
 
     class _Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record: logging.LogRecord) -> None:  # record: a warning
+            "Remember it."
             messages.append(record.getMessage())
 
     logger, listener = logging.getLogger("fault_tolerant_transformer_lab"), _Listener(logging.WARNING)
@@ -479,7 +480,7 @@ def next_command(
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return shell.join(words)
 
-
+# %% ../nbs/10_cli.ipynb #cell-058
 def summary(
     result: "RunResult",  # what `train` gave back
     train: "Train",  # the command
@@ -500,7 +501,7 @@ def summary(
     ]
     return "\n".join(f"{name:<10}  {value}" for name, value in facts)
 
-
+# %% ../nbs/10_cli.ipynb #cell-059
 @dataclass(frozen=True, kw_only=True)
 class Train:
     "Train a configuration into a run folder, or continue the run that is there."
@@ -540,7 +541,7 @@ class TrainSmoke:
         "Train as `fttl train` does without further flags."
         return Train(config=self.config, output=self.output, overrides={}).run()
 
-# %% ../nbs/10_cli.ipynb #cell-065
+# %% ../nbs/10_cli.ipynb #cell-072
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -550,12 +551,14 @@ class Verify:
 
     def run(self) -> Outcome:  # a line a checkpoint; status 1 where one is damaged
         "Verify each checkpoint, its name too, and say where a damaged one is damaged."
-        from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError
+        from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, NotACheckpointError
 
         found: list[dict[str, Any]] = []
         for path in checkpoints_in(self.path):
             try:
                 manifest = examined(path)
+            except NotACheckpointError:
+                raise
             except CheckpointCorruptError as damage:
                 found.append({"path": str(path), "intact": False, "where": damage.where, "message": str(damage)})
             else:
@@ -571,7 +574,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-073
+# %% ../nbs/10_cli.ipynb #cell-080
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -600,7 +603,7 @@ def plain_manifest(
                     for name, entry in manifest.tensors.items()},
     }
 
-# %% ../nbs/10_cli.ipynb #cell-075
+# %% ../nbs/10_cli.ipynb #cell-082
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -640,7 +643,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-077
+# %% ../nbs/10_cli.ipynb #cell-084
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     "Print a checkpoint's header, lineage and tensors; no tensor is read. A folder stands for its newest sound header."
@@ -653,7 +656,7 @@ class Inspect:
         path, manifest = latest_of(self.path, headers_only=True)
         return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
 
-# %% ../nbs/10_cli.ipynb #cell-081
+# %% ../nbs/10_cli.ipynb #cell-088
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -681,6 +684,7 @@ class Diff:
         "Verify, compare, and list the differences or say that there are none."
         from fault_tolerant_transformer_lab.checkpoint_file import diff
 
+        self.b.stat()  # a path that is not there is told before gigabytes of the other are read
         a, b = (latest_of(path, headers_only=self.headers_only)[0] for path in (self.a, self.b))
         differences = diff(a, b)
         status = 1 if differences else 0
@@ -697,7 +701,7 @@ class Diff:
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-088
+# %% ../nbs/10_cli.ipynb #cell-095
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -731,7 +735,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-090
+# %% ../nbs/10_cli.ipynb #cell-097
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -764,14 +768,14 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-094
+# %% ../nbs/10_cli.ipynb #cell-101
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
 ) -> Outcome:  # status 0 where the verdict is EQUIVALENT, else 1
     "Give a proof as text with the status that it deserves: whatever is not proven counts as a failure."
     facts = proof.facts
-    head = f"{proof.steps} steps a run, {facts['steps_run']} in all; {facts['attempts']} processes of "\
+    head = f"{counted(proof.steps, 'step')} a run, {facts['steps_run']} in all; {facts['attempts']} processes of "\
         f"{counted(facts['threads'], 'thread')}, {facts['jobs']} at a time\n\n" if facts else ""
     return Outcome(proof.to_json() if json else head + proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
@@ -810,7 +814,7 @@ class Prove:
             write_atomically(self.output / "proof.json", f"{proof.to_json()}\n".encode())
         return proof_outcome(proof, self.json)
 
-# %% ../nbs/10_cli.ipynb #cell-100
+# %% ../nbs/10_cli.ipynb #cell-107
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "real-faults", "states", "power", "soak", "memory", "damage",
              "writers", "hostile", "copies", "mutants", "peers")
 
@@ -855,7 +859,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-103
+# %% ../nbs/10_cli.ipynb #cell-110
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -901,7 +905,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-107
+# %% ../nbs/10_cli.ipynb #cell-114
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -937,7 +941,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-109
+# %% ../nbs/10_cli.ipynb #cell-116
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -978,7 +982,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-111
+# %% ../nbs/10_cli.ipynb #cell-118
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages

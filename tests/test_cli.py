@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from fault_tolerant_transformer_lab import __version__, cli
 
 PACKAGE = Path(cli.__file__).parent
 SMOKE = PACKAGE / "configs" / "smoke.json"
-COMMANDS = ("train", "prove", "verify", "inspect", "diff", "sample")
+COMMANDS = ("train", "prove", "verify", "inspect", "diff", "sample", "crashtest", "soak")
 TEXT = {"data": "text:corpus.txt", "tokenizer": "byte", "vocab_size": 257, "block_size": 16, "d_model": 16,
         "n_heads": 2, "n_layers": 1, "dropout": 0.1, "seed": 3, "steps": 4, "batch_size": 2, "learning_rate": 1e-3,
         "checkpoint_every": 2}
@@ -299,6 +300,26 @@ def test_a_loss_that_is_not_finite_is_a_failure_and_spares_the_checkpoints(tmp_p
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume", "never"], ["--batch-size", "2", "--threads", "1"]])
+def test_the_command_that_goes_on_is_true(flags: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = in_process(capsys, "train", "--config", SMOKE, "--output", "a run", "--stop-after-step", 2, *flags)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("to go on"))
+    words = shlex.split(line.removeprefix("to go on"))
+    assert words[0] == "fttl" and "--stop-after-step" not in words and "--resume" not in words
+    assert in_process(capsys, *words[1:]).returncode == 0
+    assert json.loads((tmp_path / "a run" / "result.json").read_text())["finished"] is True
+
+
+def test_a_fallback_is_told_once(run: Path, capsys) -> None:
+    newest = checkpoints(run)[-1]
+    flip(newest, newest.stat().st_size - 7)
+    done = in_process(capsys, "train", "--config", SMOKE, "--output", run, "--allow-environment-change")
+    assert done.returncode == 0
+    assert (done.stdout + done.stderr).count("passed over") == 1 and "passed over" in done.stderr
+
+
 # Damage
 
 
@@ -332,10 +353,10 @@ def test_a_truncated_and_an_unknown_file(run: Path, tmp_path: Path) -> None:
     newest = checkpoints(run)[-1]
     os.truncate(newest, newest.stat().st_size - 1)
     assert_refused(fttl("verify", newest), 1, newest.name)
-    assert_refused(fttl("inspect", newest), 2, newest.name)
+    assert_refused(fttl("inspect", newest), 1, newest.name)
     other = tmp_path / "notes.txt"
     other.write_text("not a checkpoint\n" * 1000)
-    assert_refused(fttl("verify", other), 1, "notes.txt")
+    assert_refused(fttl("verify", other), 2, "notes.txt", "not a checkpoint of this lab")
     assert_refused(fttl("diff", other, checkpoints(run)[0]), 2, "notes.txt")
 
 
@@ -344,6 +365,99 @@ def test_inspect_reads_no_tensor(run: Path) -> None:
     flip(newest, newest.stat().st_size - 1)
     assert fttl("inspect", newest).returncode == 0
     assert fttl("verify", newest).returncode == 1
+
+
+def test_diff_reads_every_byte_unless_told_otherwise(run: Path, tmp_path: Path, capsys) -> None:
+    """Equal digests in the headers are what was written, and not what lies there."""
+    newest = checkpoints(run)[-1]
+    other = tmp_path / "other.safetensors"
+    shutil.copyfile(newest, other)
+    assert in_process(capsys, "diff", newest, other).stdout.endswith("\nbitwise equal\n")
+    flip(other, other.stat().st_size - 7)
+    done = in_process(capsys, "diff", newest, other)
+    assert done.stdout == ""
+    assert_refused(done, 1, "other.safetensors", "digest")
+    done = in_process(capsys, "diff", newest, other, "--headers-only")
+    assert done.returncode == 0 and "bitwise" not in done.stdout
+    assert done.stdout.endswith("\nequal by their recorded digests; bytes not read\n")
+    assert json.loads(in_process(capsys, "diff", newest, newest, "--json").stdout)["bytes_verified"] is True
+
+
+def test_latest_is_the_highest_step_that_verifies(trained: Path, run: Path, capsys) -> None:
+    older, newest = checkpoints(run)
+    flip(newest, newest.stat().st_size - 7)
+    shutil.copyfile(older, newest.with_name("step-00000099.safetensors"))  # whole, under another step's name
+    done = in_process(capsys, "diff", run, checkpoints(trained / "A")[0])
+    assert done.returncode == 0 and older.name in done.stdout.splitlines()[0]
+    assert len(done.stderr.splitlines()) == 2 and done.stderr.count("fttl: warning: passed over ") == 2
+    assert newest.name in done.stderr and "step-00000099" in done.stderr
+    done = in_process(capsys, "sample", run, "--n-tokens", 1)
+    assert done.returncode == 0 and done.stderr.count("passed over") == 2
+    done = in_process(capsys, "inspect", run)  # the header of step 8 is sound; no more than that was read
+    assert done.returncode == 0 and newest.name in done.stdout and "only the header was read" in done.stdout
+    assert "step-00000099" in done.stderr and newest.name not in done.stderr
+    for path in checkpoints(run):
+        flip(path, 3000)
+    assert_refused(in_process(capsys, "diff", run, run), 1, older.name, newest.name)
+
+
+def test_verify_holds_the_name_against_the_step_and_tells_of_what_was_set_aside(run: Path, capsys) -> None:
+    older, newest = checkpoints(run)
+    newest.rename(newest.with_name("step-00000099.safetensors"))
+    older.rename(older.with_name(older.name + ".rewound-2"))
+    done = in_process(capsys, "verify", run)
+    assert_refused(done, 1, "step-00000099.safetensors", "holds step 8")
+    assert "set aside (rewound)" in done.stdout
+    rows = json.loads(in_process(capsys, "verify", run, "--json").stdout)
+    assert [row["intact"] for row in rows] == [False, None] and rows[1]["set_aside"] == "rewound"
+    newest.with_name("step-00000099.safetensors").rename(newest)
+    assert in_process(capsys, "verify", run).returncode == 0
+
+
+def test_what_never_was_a_checkpoint_is_bad_input_and_damage_is_not(run: Path, tmp_path: Path, capsys) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    newest = checkpoints(run)[-1]
+    save_file({"weight": torch.zeros(500)}, tmp_path / "foreign.safetensors", metadata={"format": "pt"})
+    torch.save({"weight": torch.zeros(500)}, tmp_path / "foreign.pt")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(newest)
+    for path in (tmp_path / "foreign.safetensors", tmp_path / "foreign.pt", SMOKE, tmp_path / "empty",
+                 tmp_path / "link", Path("/dev/null")):
+        for arguments in (["verify", path], ["inspect", path], ["diff", path, newest], ["sample", path]):
+            told = assert_refused(in_process(capsys, *arguments), 2, "not a checkpoint of this lab", path.name)
+            assert "generation" not in told
+    ours = tmp_path / "ours.safetensors"
+    for damage in (lambda: flip(ours, 5), lambda: flip(ours, 20), lambda: os.truncate(ours, 40)):
+        shutil.copyfile(newest, ours)
+        damage()
+        told = assert_refused(in_process(capsys, "verify", ours), 1, "ours.safetensors")
+        assert "not a checkpoint" not in told
+    newest.write_bytes(bytes(newest.stat().st_size))  # all zeros, under the name of a checkpoint
+    assert_refused(in_process(capsys, "verify", newest), 1, newest.name)
+
+
+def test_tensors_have_one_form_of_name(run: Path, capsys) -> None:
+    newest = checkpoints(run)[-1]
+    plain = json.loads(in_process(capsys, "inspect", newest, "--json").stdout)
+    assert plain["tensors"]["optimizer.state.0.exp_avg"]["path"] == "optimizer.state[0].exp_avg"
+    assert "optimizer.state[0].exp_avg" in in_process(capsys, "inspect", newest).stdout
+    different = in_process(capsys, "diff", checkpoints(run)[0], newest).stdout
+    assert "optimizer.state[0].exp_avg" in different and "optimizer.state.0" not in different
+    with newest.open("r+b") as file:
+        file.seek(-8000, os.SEEK_END)
+        file.write(b"\x7f\x7e\x7d\x7c")
+    told = assert_refused(in_process(capsys, "verify", newest), 1, "optimizer.state[")
+    assert "optimizer.state." not in told
+
+
+def test_each_side_of_a_difference_is_shortened() -> None:
+    from fault_tolerant_transformer_lab.checkpoint_file import Difference
+
+    row = cli.difference_row(Difference("a", "value", "left" + "x" * 60 + "end", "right" + "x" * 60 + "dne"))
+    assert "'left" in row[1] and "'right" in row[1] and len(row[1]) <= 32
+    assert cli.difference_row(Difference("a", "only in b", b=7))[1] == "only in b: 7"
 
 
 # Verify, inspect, diff
@@ -455,9 +569,10 @@ def test_sample_without_a_tokenizer_is_numbers(trained: Path) -> None:
 
 def test_prove_prints_one_table_and_keeps_its_runs(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(SMOKE.read_text().replace('"steps": 8', '"steps": 1'))
-    done = fttl("prove", "--config", "one.json", "--output", "proof", cwd=tmp_path)
+    done = fttl("prove", "--config", "one.json", "--output", "proof", "--jobs", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    head = done.stdout.splitlines()[0].split()
+    assert re.match(r"1 step a run, .* 1 thread, 2 at a time$", done.stdout.splitlines()[0])
+    head = done.stdout.splitlines()[2].split()
     assert head[:4] == ["path", "boundary", "stopped", "replayed"]
     rows = [line for line in done.stdout.splitlines() if line.startswith("recovered ")]
     assert len(rows) > 10 and all(row.endswith(" equal") and "SIGKILL" in row for row in rows)
@@ -491,10 +606,79 @@ def test_the_default_configuration_of_prove_is_shipped() -> None:
     assert ExperimentConfig.model_validate_json(shipped.read_text()).data == "pydoc"
 
 
+# Crashes
+
+
+def test_crashtest_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    done = fttl("crashtest", "--only", "kills-0", "--output", "report.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:3] == ["fault", "tried", "lost"] and "SIGKILL" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["lost"] == 0
+
+
+def test_a_report_of_losses_or_of_nothing_is_status_1() -> None:
+    from fault_tolerant_transformer_lab.crashes import Report, Tried
+
+    assert cli.report_outcome(Report("quick", [Tried("a", tried=3)])).status == 0
+    lost = cli.report_outcome(Report("quick", [Tried("a", tried=3, lost=1, examples=["step 3 is gone"])]))
+    assert lost.status == 1 and "step 3 is gone" in lost.complaint
+    escaped = cli.report_outcome(Report("quick", [Tried("a", tried=3)], uncaught=["no sync"]))
+    assert escaped.status == 1 and "no sync" in escaped.complaint
+    nothing = cli.report_outcome(Report("quick", [Tried("a", not_run="needs root")]))
+    assert nothing.status == 1 and "not run" in nothing.text
+
+
+def test_the_names_of_the_campaigns_are_those_of_the_crash_tests(tmp_path: Path) -> None:
+    from fault_tolerant_transformer_lab import crashes
+
+    names = [name for name, *_ in crashes._campaigns(tmp_path, crashes.SCALES["quick"], 1, False)]
+    assert {name.replace(" ", "-") for name in names} | {"mutants", "peers"} == set(cli.CAMPAIGNS)
+
+
+def test_soak_kills_and_leaves_the_folder_alone(tmp_path: Path, capsys) -> None:
+    done = fttl("soak", "--kills", 1, "--output", "soaked", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 kill in ") and [p.name for p in (tmp_path / "soaked").iterdir()] == ["soak.json"]
+    told = in_process(capsys, "soak", "--kills", 1, "--output", tmp_path / "soaked")
+    assert_refused(told, 2, "--output", "empty")
+    assert (tmp_path / "soaked" / "soak.json").exists()
+
+
 # Refusals
 
 
+@pytest.mark.parametrize("module", ["tyro", "fault_tolerant_transformer_lab.config"])
+def test_an_interruption_of_the_first_imports_is_one_line(module: str) -> None:
+    program = ("import sys\nclass Interrupting:\n    def find_spec(self, name, path=None, target=None):\n"
+               f"        if name == {module!r}: raise KeyboardInterrupt\n"
+               "sys.meta_path.insert(0, Interrupting())\nfrom fault_tolerant_transformer_lab.cli import main")
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
+                          timeout=60, check=False)
+    assert_refused(done, 130, "SIGINT")
+
+
+def test_remedies_are_flags(run: Path, capsys) -> None:
+    for flags in (["--resume", "never"], ["--learning-rate", "1e-3"], ["--resume", "never", "--resume-from", "4"],
+                  ["--data", "pydoc", "--tokenizer", "byte", "--vocab-size", "257"]):
+        told = assert_refused(in_process(capsys, "train", "--config", SMOKE, "--output", run, *flags), 2)
+        assert not re.search(r"only=|resume=|resume_from|=True|[0-9a-f]{13}", told), told
+
+
 REFUSALS = [
+    (["train", "--config", "{smoke}", "--output", ""], ["--output", "empty", "fttl train --help"]),
+    (["train", "--config", "", "--output", "out"], ["--config", "empty"]),
+    (["prove", "--output="], ["--output", "empty"]),
+    (["crashtest", "--output="], ["--output", "empty"]),
+    (["soak", "--kills", "1", "--output", ""], ["--output", "empty"]),
+    (["crashtest", "--only", "kils"], ["--only", "kils", "kills-0"]),
+    (["soak", "--kills", "0"], ["--kills", "0"]),
+    (["verify", ""], ["empty"]),
+    (["inspect", ""], ["empty"]),
+    (["diff", "file", ""], ["empty"]),
+    (["sample", ""], ["empty"]),
+    (["train", "--config", "{smoke}", "--output", "out", "--threads", "x"],
+     ["--threads: expected a whole number, got 'x'; see fttl train --help"]),
+    (["sample", "file", "--temperature", "warm"], ["--temperature: expected a number, got 'warm'"]),
     ([], ["train", "sample"]),
     (["trian"], ["trian", "train"]),
     (["train"], ["--config", "--output"]),
