@@ -455,11 +455,14 @@ def write_atomically(
     path: Path | str,  # the file's name; a symbolic link there is replaced, not followed
     data: bytes,  # all that it shall hold
     disk: Disk | None = None,  # the seam; None: the real disk
+    *,
+    parents: bool = True,  # make missing directories; False: a directory that is gone is an error
 ) -> None:
     "Puts a small file under a name by the recipe of a checkpoint: durable, and old or new at every instant."
     _require_platform()
     disk, path = disk or Disk(), Path(path)
-    parent = path.parent.resolve() if path.parent.is_dir() else make_directories(path.parent, disk)
+    there = path.parent.is_dir() or not parents
+    parent = path.parent.resolve() if there else make_directories(path.parent, disk)
     with _directory(disk, parent) as directory:
         _remove_abandoned(disk, directory, path.name)
         temporary = f".{path.name}.{secrets.token_hex(4)}.tmp"
@@ -905,6 +908,17 @@ class CheckpointStore(Generations):
                 "child never does): use the store in a `with` block"
             )
         return self._lock.directory
+
+    def is_at(
+        self,
+        path: Path,  # of a directory, or of a link to it
+    ) -> bool:
+        "Whether a path leads to the directory that this store writes into, and not to another that took its place."
+        held = os.fstat(self._writable())
+        try:
+            return os.path.samestat(held, os.stat(path))
+        except OSError:
+            return False
 
     def save(
         self,

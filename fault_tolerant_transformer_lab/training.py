@@ -516,7 +516,7 @@ class MetricsLog:
         found = read_regular(self.path)
         wanted = reconcile(found or b"", losses, known, due)
         if found != wanted.data or os.lstat(self.path).st_nlink > 1:
-            write_atomically(self.path, wanted.data, self.disk)
+            write_atomically(self.path, wanted.data, self.disk, parents=False)
         self._fd = self.disk.open_append(self.path)
         return wanted
 
@@ -574,7 +574,7 @@ def write_json(
 ) -> None:
     "Publish a JSON file for people: indented, atomically, durably."
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    write_atomically(path, text.encode("utf-8"), disk)
+    write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
 # %% ../nbs/06_training.ipynb #cell-062
 def earlier_starts(
@@ -645,8 +645,18 @@ class Session:
         self.notes.append(text)
         _logger.log(level, text)
 
+    def require_folder(self) -> None:
+        "Raise `TrainingError` where the run's folder is no longer at its path: what is written there would be lost."
+        if not self.store.is_at(self.directory / "checkpoints"):
+            saved = f"the last one saved is {self.checkpoint.name}" if self.checkpoint else "none was saved yet"
+            raise TrainingError(
+                f"{place_of(self.directory)}/ was moved or deleted while the run was writing, at step "
+                f"{self.run.progress.step}; its checkpoints are in the moved folder ({saved}). Nothing was written in "
+                "its old place: put the folder back, or go on in the new place")
+
     def save(self) -> Published:
         "Publish a checkpoint of the completed step, after the log that belongs to it."
+        self.require_folder()
         step = self.run.progress.step
         self.disk.saving = step
         try:
@@ -721,6 +731,7 @@ def write_manifest(
     session: Session,  # at its first step
 ) -> None:
     "Write down what is about to be trained, in which environment, and how often that was begun."
+    session.require_folder()
     path, config = session.directory / "manifest.json", session.run.config
     session.starts.append(session.run.progress.step)
     session.cadences.append(config.log_every)
@@ -792,6 +803,7 @@ def finish(
 ) -> RunResult:  # also written as `result.json`, unless the one that is there says the same of a run that did not move
     "Sum the run up."
     run, losses = session.run, session.run.progress.losses
+    session.require_folder()
     path = session.directory / "result.json"
     result = RunResult(
         directory=session.directory, steps=run.progress.step, tokens=run.progress.tokens_seen,

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -724,6 +725,24 @@ def test_a_relative_folder_stays_where_it_was_when_the_process_moves(tmp_path, m
     result = run(TINY, "run", on_boundary=lambda name, step: os.chdir(tmp_path / "there"))
     assert not list((tmp_path / "there").iterdir()) and result.directory == tmp_path / "here/run"
     assert {"manifest.json", "metrics.jsonl", "result.json"} <= set(files(tmp_path / "here/run"))
+
+
+@pytest.mark.parametrize("place", [("after_update", 2), ("after_publication", 4), ("before_forward", 1)])
+@pytest.mark.parametrize("then", ["moved", "deleted", "exchanged"])
+def test_a_run_whose_folder_is_gone_says_so_and_leaves_nothing_in_its_place(tmp_path, place, then):
+    folder = tmp_path / "run"
+
+    def strike(name, step):
+        if (name, step) == place:
+            shutil.rmtree(folder) if then == "deleted" else folder.rename(tmp_path / "moved")
+            if then == "exchanged":
+                (folder / "checkpoints").mkdir(parents=True)
+
+    with pytest.raises(TrainingError, match="run/ was moved or deleted while the run was writing"):
+        run(TINY, folder, on_boundary=strike)
+    assert [path.name for path in folder.rglob("*")] == (["checkpoints"] if then == "exchanged" else [])
+    if then == "moved" and place[0] == "after_publication":
+        assert not folder.exists() and run(TINY, tmp_path / "moved").steps == 4
 
 
 def test_a_second_writer_is_refused_before_it_touches_anything(tmp_path):
