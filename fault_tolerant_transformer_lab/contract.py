@@ -607,7 +607,9 @@ def _generator_kind(generator: object) -> str:
 
 # %% ../nbs/03_contract.ipynb #cell-065
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
-           "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC")  # read once by oneDNN and MKL, when the process first computes
+           "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC",  # read once by oneDNN and MKL, when the process first computes
+           # With these a team of threads may be smaller than the number that torch reports.
+           "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS", "KMP_DYNAMIC_MODE")
 _VECTOR_INSTRUCTIONS = re.compile(r"avx|amx|fma|f16c|sve|neon|bf16")
 
 
@@ -852,11 +854,17 @@ def _are_groups(value: object) -> bool:
     return type(value) is list and all(isinstance(group, dict) and "params" in group for group in value)
 
 
+# Schedulers write these into an optimizer's groups, which so tell nothing of the optimizer.
+_SCHEDULERS_OWN = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "min_momentum", "base_momentum", "swa_lr"})
+
+
 def _is_switch(value: object) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def _optimizer_differences(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> Iterator[Drift]:
+def _optimizer_differences(
+    name: str, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], same_torch: bool = True
+) -> Iterator[Drift]:
     "Groups, their parameters, their switches, and the moments' shapes against the checkpoint's."
     groups = optimizer.state_dict()["param_groups"]
     saved_groups: Any = saved.get("param_groups")
@@ -867,7 +875,7 @@ def _optimizer_differences(name: str, optimizer: torch.optim.Optimizer, saved: M
         yield Drift(f"{name}.param_groups", f"{len(saved_groups)} groups", f"{len(groups)} groups")
         return
     for index, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        yield from _group_differences(f"{name}.param_groups[{index}]", group, saved_group, optimizer.defaults)
+        yield from _group_differences(f"{name}.param_groups[{index}]", group, saved_group, optimizer.defaults, same_torch)
     if not _in_torch(type(optimizer).__module__):
         return  # only its author knows how its moments are shaped
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -880,16 +888,19 @@ def _optimizer_differences(name: str, optimizer: torch.optim.Optimizer, saved: M
 
 
 def _group_differences(
-    where: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any]
+    where: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any], same_torch: bool
 ) -> Iterator[Drift]:
     if len(group["params"]) != len(saved["params"]):
         yield Drift(f"{where}.params", f"{len(saved['params'])} parameters", f"{len(group['params'])} parameters")
     for key, here in group.items():
         there = saved.get(key, ABSENT)
-        if there is ABSENT and key in defaults and not _is_switch(here):  # a switch may be new in this torch
+        if there is ABSENT and key in defaults and (same_torch or not _is_switch(here)):  # a later torch has new switches
             yield Drift(f"{where}.{key}", ABSENT, _side(here))
         elif (_is_switch(here) and _is_switch(there) or key == "param_names") and there is not ABSENT and here != there:
             yield Drift(f"{where}.{key}", there, here)
+    for key in sorted(map(str, saved.keys() - group.keys() - _SCHEDULERS_OWN)):  # another class of optimizer has others
+        if same_torch or not _is_switch(saved.get(key)):
+            yield Drift(f"{where}.{key}", _side(saved.get(key)), ABSENT)
 
 # %% ../nbs/03_contract.ipynb #cell-100
 def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any]) -> Iterator[Drift]:
@@ -899,14 +910,15 @@ def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any
             yield Drift(f"{name}.{key}", *sides)
 
 
-def _differences(name: str, participant: Any, saved: State) -> list[Drift]:
+def _differences(name: str, participant: Any, saved: State, same_torch: bool = True) -> list[Drift]:
     "What keeps one participant's state from fitting, found without changing anything."
     if type(saved) not in (dict, OrderedDict):
         raise ContractError(f"{name}: expected a dict of state, the checkpoint has {_named(saved)}")
     if isinstance(participant, torch.nn.Module):
         return list(_module_differences(name, participant, saved)) if _loads_as_torch_does(participant) else []
     if isinstance(participant, torch.optim.Optimizer):
-        return list(_optimizer_differences(name, participant, saved)) if _loads_as_torch_does(participant) else []
+        loads_plainly = _loads_as_torch_does(participant)
+        return list(_optimizer_differences(name, participant, saved, same_torch)) if loads_plainly else []
     if _in_torch(type(participant).__module__):
         return list(_key_differences(name, participant.state_dict(), saved))
     if validate := getattr(participant, "validate_state_dict", None):
@@ -1301,7 +1313,8 @@ def _check(
             _require_same_environment(environment)
     names, missing = _chosen(contract.participants, saved.tree, only, _as_names(allow_missing))
     parts = {name: _unwrapped(contract.participants[name]) for name in names}
-    _require_same_state([d for name, part in parts.items() for d in _differences(name, part, saved.tree[name])])
+    same_torch = saved.environment["decides"].get("torch") == torch.__version__
+    _require_same_state([d for name, part in parts.items() for d in _differences(name, part, saved.tree[name], same_torch)])
     live = {name: part.state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     _require_same_state(_tie_differences(live, {name: saved.tree[name] for name in live}))
     accepted = [*environment, *(Drift(name, ABSENT, "kept as it was") for name in missing)]
@@ -1343,7 +1356,8 @@ def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: 
     plain = {name: p for name, p in chosen.items() if _loads_as_torch_does(_unwrapped(p))}
     own = {name: p for name, p in chosen.items() if name not in generators and name not in plain}
     with generators_undisturbed():
-        _restore_own(contract, own, saved.tree)
+        # The generators are loaded here as well, where whatever they refuse can be undone.
+        _restore_own(contract, own | generators, saved.tree)
         contract._mixed |= set(names)
         _load_in_place(plain, saved.tree)
     _load_in_place(generators, saved.tree)

@@ -810,6 +810,19 @@ class Trail:
         return total
 
     @property
+    def continued_from(self) -> int:
+        "The highest step that was restored in a new process which then did a further step; 0 where none was."
+        started = 0
+        continued = [0]
+        for ended in self.attempts[1:]:
+            for line in ended.events("started", "step"):
+                if line["event"] == "started":
+                    started = line["step"]
+                else:
+                    continued.append(started)
+        return max(continued)
+
+    @property
     def lost_work(self) -> int:
         "Steps that had been published and were done again all the same; 0 in a sound run."
         lost = published = 0
@@ -1203,6 +1216,7 @@ class Row:
     outcome: Literal["equal", "different", "not exercised", "error"]
     divergence: Divergence | None = None
     detail: str = ""
+    continued_from: int = 0  # completed steps that were restored and then built upon; 0 where nothing was
 
     @property
     def result(self) -> str:
@@ -1306,7 +1320,7 @@ def _compare(direct: Trail, trail: Trail) -> Row:
     "Compare one recovered run."
     stops = trail.route.interruptions
     stopped = _STOPPED_BY[stops[0].how] + (f" ×{len(stops)}" if len(stops) > 1 else "")
-    row = Row("recovered", _places(stops), stopped, trail.replayed, "equal")
+    row = Row("recovered", _places(stops), stopped, trail.replayed, "equal", continued_from=trail.continued_from)
     seen = first_divergence(direct, trail)
     if seen is None and trail.problem:
         return replace(row, outcome="error" if trail.exercised else "not exercised", detail=trail.problem)
@@ -1464,6 +1478,9 @@ def _weigh(
     missed = [row for row in rows if row.outcome == "not exercised"]
     if missed:
         return Verdict.NOT_EXERCISED, f"{len(missed)} of {len(rows)} interruptions did not happen ({missed[0].detail})"
+    if not any(row.continued_from for row in rows):
+        return Verdict.NOT_EXERCISED, ("no run was restored from a checkpoint and then did another step, so no restart was "
+                                       "tried; interrupt before the last step, and after a step that is saved")
     if not _learns(_by_step(direct)):
         return Verdict.NOT_EXERCISED, "no step changes a module's state, so the run has nothing to lose"
     if knockouts and not any(knocked.noticed for knocked in knockouts):

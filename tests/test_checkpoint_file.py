@@ -1,6 +1,7 @@
 """The checkpoint file: what goes in comes out to the bit, and what is damaged or forged is refused with its place."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -784,7 +785,7 @@ def test_a_mutated_header_with_a_right_digest_is_read_or_refused(good, data):
 def test_a_file_cut_or_changed_while_open_is_noticed(good):
     with open_checkpoint(good) as saved:
         os.truncate(good, os.path.getsize(good) - 1)
-        with pytest.raises(CheckpointCorruptError, match="changed"):
+        with pytest.raises(CheckpointError, match="changed"):
             saved.tree["rng"]["state"].load()
 
 
@@ -987,3 +988,21 @@ def test_compare_tensors_at_the_edges():
     assert compare_tensors(torch.tensor([True, False]), torch.tensor([True, True])) == (1, 1, None)
     assert compare_tensors(torch.tensor([0], dtype=torch.uint64), torch.tensor([2**64 - 1], dtype=torch.uint64)) == (
         1, 2**64 - 1, None)
+
+
+@pytest.mark.parametrize(("code", "damage"), [(errno.EIO, True), (errno.ENOMEM, False), (errno.EINVAL, False)])
+def test_an_error_of_the_moment_condemns_no_file(good, monkeypatch, code, damage):
+    path = good
+    real = os.preadv
+
+    def failing(fd, buffers, offset):
+        if offset >= 4096:
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(CheckpointError) as caught:
+        verify(path)
+    assert isinstance(caught.value, CheckpointCorruptError) is damage
+    monkeypatch.undo()
+    verify(path)

@@ -678,3 +678,22 @@ class Flipped(ExampleRun):
 
 def flipped_run(directory: Path) -> Flipped:
     return Flipped()
+
+
+@pytest.mark.parametrize("asked", [
+    {"steps": 1},
+    {"steps": 2, "interrupt_at": [2], "how": "clean"},
+    {"steps": 3, "interrupt_at": [3], "how": "clean"},
+], ids=str)
+def test_a_proof_without_a_restart_is_no_proof(asked):
+    make_run = functools.partial(example_run, fault="optimizer left out")
+    proof = prove_restart(make_run, **{"how": "clean", **asked}, in_process=True)
+    assert proof.verdict is Verdict.NOT_EXERCISED and "no restart was tried" in proof.reason
+    with pytest.raises(ProofError, match="NOT_EXERCISED"):
+        proof.raise_if_different()
+
+
+def test_a_kill_before_the_first_save_restores_nothing():
+    proof = prove_restart(example_run, steps=3, how="sigkill", boundaries=["before_forward"], interrupt_at=[1],
+                          save_every=9, knock_out=False)
+    assert proof.verdict is Verdict.NOT_EXERCISED
