@@ -528,13 +528,18 @@ def _verify(generation: Generation) -> None:
 
 
 def _regular(generation: Generation) -> Path:
-    "The file's path, if it is a regular file."
-    mode = os.lstat(generation.path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+    "The file's path, if it is a regular file and nobody else's."
+    facts = os.lstat(generation.path)
+    if not stat.S_ISREG(facts.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(facts.st_mode) else "not a regular file"
         raise CheckpointError(
             f"{generation.path.name} is {kind}, and only regular files are read from a store: "
             "put the file itself there, or remove this name"
+        )
+    if facts.st_uid not in (0, os.geteuid(), os.stat(generation.path.parent).st_uid):
+        raise CheckpointError(
+            f"{place_of(generation.path)} belongs to another user (uid {facts.st_uid}), and only files of this user, "
+            "of the directory's owner and of root are read from a store: remove it, or chown it if you trust it"
         )
     return generation.path
 

@@ -1033,6 +1033,18 @@ def test_what_is_no_file_in_a_checkpoints_place_is_refused_at_once(directory, ma
         CheckpointStore(directory).restore(a_run(0))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_checkpoint_of_another_user_is_refused_and_one_of_the_directorys_owner_is_not(directory):
+    store_with(directory, 1, 2)
+    os.chown(directory / generation_name(2), 12345, -1)
+    store = CheckpointStore(directory)
+    for attempt in (store.latest, lambda: store.restore(a_run(0))):
+        with pytest.raises(CheckpointError, match="belongs to another user .uid 12345"):
+            attempt()
+    os.chown(directory, 12345, -1)
+    assert store.restore(a_run(0)).step == 2
+
+
 def test_a_link_planted_at_the_temporary_name_is_refused_and_its_target_untouched(directory, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("precious")
