@@ -797,6 +797,20 @@ class WriterLock:
             text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started})
             write_fully(self.disk, self._fd, memoryview(text.encode()), 0)
 
+    def require_held(self) -> None:
+        "Raises where the lock file's name no longer leads to the file that is locked: a second writer could be in."
+        if self._fd is None or self.directory is None:
+            return
+        with suppress(FileNotFoundError):
+            named = os.stat(_LOCK_NAME, dir_fd=self.directory, follow_symlinks=False)
+            if os.path.samestat(named, os.fstat(self._fd)):
+                return
+        raise CheckpointError(
+            f"{place_of(self.path / _LOCK_NAME)} was removed or exchanged while this process held it (or the whole "
+            "directory was moved or deleted), so another process may write here; nothing was written. See that no "
+            "other writer runs, then start again"
+        )
+
     def release(self) -> None:
         "Gives the lock back, also where a child that Python did not fork holds a copy of the descriptor."
         _held.discard(self)
@@ -914,6 +928,12 @@ class CheckpointStore(Generations):
             )
         return self._lock.directory
 
+    def _guarded(self) -> int:
+        "The open directory, with the lock still what keeps others out."
+        directory = self._writable()
+        self._lock.require_held()
+        return directory
+
     def is_at(
         self,
         path: Path,  # of a directory, or of a link to it
@@ -931,7 +951,7 @@ class CheckpointStore(Generations):
         step: int | None = None,  # completed steps; None: the contract's own progress
     ) -> Published:
         "Captures the state and publishes it durably; returns only when it survives a power loss."
-        directory, snapshot = self._writable(), contract.capture(step)
+        directory, snapshot = self._guarded(), contract.capture(step)
         _require_newest(snapshot.step, found := self.generations())
         if found and found[-1].step == snapshot.step:
             _require_same_state(found[-1], snapshot)
@@ -973,7 +993,7 @@ class CheckpointStore(Generations):
         if self._lock.directory is None:
             return restored
         names = [path.name for path, _ in restored.skipped]
-        kept = zip(restored.skipped, set_aside(self.disk, self._writable(), names, "corrupt"), strict=True)
+        kept = zip(restored.skipped, set_aside(self.disk, self._guarded(), names, "corrupt"), strict=True)
         return replace(restored, skipped=tuple((path, f"{why}; kept as {new}") for (path, why), new in kept))
 
     def rewind(
@@ -981,7 +1001,7 @@ class CheckpointStore(Generations):
         step: int,  # becomes the newest; its file must verify
     ) -> list[Path]:  # the later checkpoints under their new names
         "Goes back on purpose: later checkpoints are set aside under another name, none is deleted."
-        directory, found = self._writable(), self.generations()
+        directory, found = self._guarded(), self.generations()
         chosen = next((g for g in found if g.step == step), None)
         if chosen is None:
             raise _nothing(self, step, [])

@@ -1162,8 +1162,33 @@ def test_where_the_system_makes_no_directory_another_one_is_the_remedy():
 def test_a_directory_that_was_deleted_meanwhile_is_told_as_that(directory):
     with CheckpointStore(directory) as store:
         shutil.rmtree(directory)
-        with pytest.raises(PublicationError, match="moved or deleted"):
+        with pytest.raises(CheckpointError, match="moved or deleted"):
             store.save(a_run(1))
+
+
+@pytest.mark.parametrize("exchange", [lambda lock: None, Path.touch, lambda lock: lock.symlink_to("elsewhere")],
+                         ids=["removed", "exchanged", "a link"])
+def test_a_lock_file_that_is_taken_away_stops_its_holder_before_it_writes(directory, exchange):
+    with CheckpointStore(directory) as store:
+        store.save(a_run(1))
+        store.save(a_run(2))
+        (directory / LOCK_NAME).unlink()
+        exchange(directory / LOCK_NAME)
+        before = contents(directory)
+        for attempt in (lambda: store.save(a_run(3)), lambda: store.rewind(1)):
+            with pytest.raises(CheckpointError, match=r"\.lock was removed or exchanged while this process held it"):
+                attempt()
+        assert contents(directory) == before
+
+
+def test_a_second_writer_that_a_removed_lock_let_in_is_alone_afterwards(directory):
+    with CheckpointStore(directory) as first:
+        first.save(a_run(1))
+        (directory / LOCK_NAME).unlink()
+        with CheckpointStore(directory) as second:
+            with pytest.raises(CheckpointError, match="another process may write here"):
+                first.save(a_run(2))
+            assert second.save(a_run(2)).step == 2
 
 
 @pytest.mark.parametrize("path, told", [
