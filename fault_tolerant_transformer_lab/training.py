@@ -579,6 +579,7 @@ def write_json(
 # %% ../nbs/06_training.ipynb #cell-062
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
+    log_every: int = 1,  # stands for the cadences of a manifest that has none
 ) -> tuple[list[int], list[int]]:  # the step at which each earlier call of `train` began, and the `log_every` of each
     "Read how often a run was begun, and how it logged. Raises `TrainingError` where the file is not one of ours."
     data = read_regular(path)
@@ -586,7 +587,8 @@ def earlier_starts(
         return [], []
     try:
         found = json.loads(data)
-        starts, cadences = found["starts"], found["cadences"]
+        starts = found["starts"]
+        cadences = found.get("cadences", [log_every] * len(starts))
         whole = all(isinstance(part, list) and all(type(step) is int for step in part) for part in (starts, cadences))
         if whole and len(starts) == len(cadences) and all(every > 0 for every in cadences):
             return starts, cadences
@@ -842,7 +844,7 @@ def train(
     with deterministic(), stop_signals() as stop:
         session = Session(TrainingRun(config, on_boundary or no_boundary), folder, disk or Disk(), progress_bar)
         with session.store, contextlib.closing(session.log):
-            session.starts, session.cadences = earlier_starts(folder / "manifest.json")
+            session.starts, session.cadences = earlier_starts(folder / "manifest.json", config.log_every)
             if check_resume(session.store, resume, resume_from):
                 restore(session, resume_from, allow_environment_change)
             result = _train_under_lock(session, stop_after_step, stop)

@@ -520,6 +520,18 @@ def test_a_log_of_several_cadences_is_whole_and_each_missing_line_is_found(tmp_p
         assert [row["step"] for row in log_of(tmp_path)] == due
 
 
+def test_a_manifest_without_cadences_is_read_as_if_the_cadence_had_not_changed(tmp_path):
+    config = TINY.replace(log_every=2)
+    run(config, tmp_path, stop_after_step=2)
+    path = tmp_path / "manifest.json"
+    kept = {key: value for key, value in json.loads(path.read_text()).items() if key != "cadences"}
+    path.write_text(json.dumps(kept))
+    result = run(config, tmp_path)
+    assert result.interruptions == 1 and not any("metrics.jsonl" in note for note in result.notes)
+    manifest = json.loads(path.read_text())
+    assert (manifest["starts"], manifest["cadences"]) == ([0, 2], [2, 2])
+
+
 def test_a_log_goes_back_with_its_run_across_a_change_of_cadence(tmp_path):
     config = TINY.replace(steps=6, checkpoint_every=1, keep_last=9)
     run(config.replace(log_every=2), tmp_path, stop_after_step=4)
