@@ -22,7 +22,7 @@ setup(
     packages=[package],
     package_data={package: ["py.typed", "configs/*.json"]},
     install_requires=settings["requirements"].split(),
-    extras_require={"dev": settings["dev_requirements"].split()},
+    extras_require={extra: settings[f"{extra}_requirements"].split() for extra in ("dev", "fuzz")},
     entry_points={"console_scripts": settings["console_scripts"].split()},
     zip_safe=False,
 )

@@ -855,7 +855,7 @@ def _are_groups(value: object) -> bool:
 
 
 # Schedulers write these into an optimizer's groups, which so tell nothing of the optimizer.
-_SCHEDULERS_OWN = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "min_momentum", "base_momentum", "swa_lr"})
+_SCHEDULERS_OWN = {"initial_lr", "max_lr", "min_lr", "max_momentum", "min_momentum", "base_momentum", "swa_lr"}
 
 
 def _is_switch(value: object) -> bool:
@@ -875,7 +875,8 @@ def _optimizer_differences(
         yield Drift(f"{name}.param_groups", f"{len(saved_groups)} groups", f"{len(groups)} groups")
         return
     for index, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        yield from _group_differences(f"{name}.param_groups[{index}]", group, saved_group, optimizer.defaults, same_torch)
+        where = f"{name}.param_groups[{index}]"
+        yield from _group_differences(where, group, saved_group, optimizer.defaults, same_torch)
     if not _in_torch(type(optimizer).__module__):
         return  # only its author knows how its moments are shaped
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -894,11 +895,13 @@ def _group_differences(
         yield Drift(f"{where}.params", f"{len(saved['params'])} parameters", f"{len(group['params'])} parameters")
     for key, here in group.items():
         there = saved.get(key, ABSENT)
-        if there is ABSENT and key in defaults and (same_torch or not _is_switch(here)):  # a later torch has new switches
+        # A later torch may have new switches.
+        if there is ABSENT and key in defaults and (same_torch or not _is_switch(here)):
             yield Drift(f"{where}.{key}", ABSENT, _side(here))
         elif (_is_switch(here) and _is_switch(there) or key == "param_names") and there is not ABSENT and here != there:
             yield Drift(f"{where}.{key}", there, here)
-    for key in sorted(map(str, saved.keys() - group.keys() - _SCHEDULERS_OWN)):  # another class of optimizer has others
+    # Another class of optimizer has other options.
+    for key in sorted(map(str, saved.keys() - group.keys() - _SCHEDULERS_OWN)):
         if same_torch or not _is_switch(saved.get(key)):
             yield Drift(f"{where}.{key}", _side(saved.get(key)), ABSENT)
 
@@ -917,8 +920,8 @@ def _differences(name: str, participant: Any, saved: State, same_torch: bool = T
     if isinstance(participant, torch.nn.Module):
         return list(_module_differences(name, participant, saved)) if _loads_as_torch_does(participant) else []
     if isinstance(participant, torch.optim.Optimizer):
-        loads_plainly = _loads_as_torch_does(participant)
-        return list(_optimizer_differences(name, participant, saved, same_torch)) if loads_plainly else []
+        plain = _loads_as_torch_does(participant)
+        return list(_optimizer_differences(name, participant, saved, same_torch)) if plain else []
     if _in_torch(type(participant).__module__):
         return list(_key_differences(name, participant.state_dict(), saved))
     if validate := getattr(participant, "validate_state_dict", None):
@@ -1313,8 +1316,9 @@ def _check(
             _require_same_environment(environment)
     names, missing = _chosen(contract.participants, saved.tree, only, _as_names(allow_missing))
     parts = {name: _unwrapped(contract.participants[name]) for name in names}
-    same_torch = saved.environment["decides"].get("torch") == torch.__version__
-    _require_same_state([d for name, part in parts.items() for d in _differences(name, part, saved.tree[name], same_torch)])
+    same_torch = saved.environment.get("decides", {}).get("torch") == torch.__version__
+    found = [_differences(name, part, saved.tree[name], same_torch) for name, part in parts.items()]
+    _require_same_state([change for changes in found for change in changes])
     live = {name: part.state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     _require_same_state(_tie_differences(live, {name: saved.tree[name] for name in live}))
     accepted = [*environment, *(Drift(name, ABSENT, "kept as it was") for name in missing)]

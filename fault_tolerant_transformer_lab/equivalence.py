@@ -1479,8 +1479,8 @@ def _weigh(
     if missed:
         return Verdict.NOT_EXERCISED, f"{len(missed)} of {len(rows)} interruptions did not happen ({missed[0].detail})"
     if not any(row.continued_from for row in rows):
-        return Verdict.NOT_EXERCISED, ("no run was restored from a checkpoint and then did another step, so no restart was "
-                                       "tried; interrupt before the last step, and after a step that is saved")
+        return Verdict.NOT_EXERCISED, ("no run was restored from a checkpoint and then did another step, so no restart "
+                                       "was tried; interrupt before the last step, and after a step that is saved")
     if not _learns(_by_step(direct)):
         return Verdict.NOT_EXERCISED, "no step changes a module's state, so the run has nothing to lose"
     if knockouts and not any(knocked.noticed for knocked in knockouts):

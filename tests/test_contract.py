@@ -1456,7 +1456,8 @@ def test_all_errors_share_one_base():
     assert all(issubclass(kind, CheckpointError) for kind in kinds)
 
 
-OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "Adafactor"]
+OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD",
+              "Adafactor"]
 
 
 @pytest.mark.parametrize("saved_class", OPTIMIZERS)
