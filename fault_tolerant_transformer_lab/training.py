@@ -494,7 +494,7 @@ def read_regular(
             os.close(fd)
     raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
 
-
+# %% ../nbs/06_training.ipynb #cell-059
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -542,7 +542,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-060
+# %% ../nbs/06_training.ipynb #cell-063
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -576,7 +576,7 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
-# %% ../nbs/06_training.ipynb #cell-062
+# %% ../nbs/06_training.ipynb #cell-065
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
     log_every: int = 1,  # stands for the cadences of a manifest that has none
@@ -611,7 +611,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-066
+# %% ../nbs/06_training.ipynb #cell-069
 _logger = logging.getLogger(__name__)
 
 
@@ -670,7 +670,7 @@ class Session:
         self.run.on_boundary("after_publication", step)
         return published
 
-# %% ../nbs/06_training.ipynb #cell-068
+# %% ../nbs/06_training.ipynb #cell-071
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -692,7 +692,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-072
+# %% ../nbs/06_training.ipynb #cell-075
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -709,7 +709,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-074
+# %% ../nbs/06_training.ipynb #cell-077
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -746,7 +746,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-076
+# %% ../nbs/06_training.ipynb #cell-079
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -819,7 +819,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-077
+# %% ../nbs/06_training.ipynb #cell-080
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
