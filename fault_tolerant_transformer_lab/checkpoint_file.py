@@ -887,6 +887,9 @@ def _read_about(file: _File, document: dict[str, Any]) -> dict[str, Any]:
             raise file.corrupt("header", f"{name} is malformed: {error}") from None
         if name != "lineage" and type(about[name]) is not dict:
             raise file.corrupt("header", f"{name} is not a mapping")
+    environments = [about["environment"], *(segment.environment for segment in about["lineage"])]
+    if not all(type(facts.get(key, {})) is dict for facts in environments for key in ("decides", "recorded")):
+        raise file.corrupt("header", "an environment is malformed: its facts are not mappings")
     return about
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-085

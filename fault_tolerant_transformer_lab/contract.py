@@ -310,8 +310,16 @@ class Segment:
         cls,
         plain: Mapping[str, Any],  # what `to_plain` gave
     ) -> "Segment":
-        "The segment that `to_plain` described."
-        return cls(**plain)
+        "The segment that `to_plain` described; raises `ContractError` where it described none."
+        segment = cls(**plain)
+        kinds = {"start_step": (int,), "parent_digest": (str, type(None)), "environment": (dict,),
+                 "accepted_changes": (list,)}
+        wrong = [name for name, allowed in kinds.items() if type(getattr(segment, name)) not in allowed]
+        if not wrong and not all(type(change) is dict and "field" in change for change in segment.accepted_changes):
+            wrong = ["accepted_changes"]
+        if wrong:
+            raise ContractError(f"expected a segment of a lineage, with {', '.join(wrong)} of another type")
+        return segment
 
 
 @dataclass(frozen=True)
@@ -423,6 +431,9 @@ class Progress:
         expected = {"step": int, "tokens_seen": int, "batch_digest": str}
         if wrong := [key for key, kind in expected.items() if type(state.get(key)) is not kind]:
             raise ContractError(f"expected a Progress with {', '.join(wrong)}, the checkpoint has {sorted(state)}")
+        if state["step"] < 0 or state["tokens_seen"] < 0 or not re.fullmatch("([0-9a-f]{64})?", state["batch_digest"]):
+            raise ContractError("expected counts that are not negative and a digest of 64 hexadecimal digits, "
+                                f"the checkpoint has {shown({key: state[key] for key in expected})}")
         losses = state.get("losses")
         if not _is_tensor(losses) or _leaf_text(losses) != f"float64 ({state['step']},)":
             raise ContractError(f"expected {state['step']} losses as float64, the checkpoint has {_leaf_text(losses)}")

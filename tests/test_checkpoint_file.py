@@ -1006,3 +1006,20 @@ def test_an_error_of_the_moment_condemns_no_file(good, monkeypatch, code, damage
     assert isinstance(caught.value, CheckpointCorruptError) is damage
     monkeypatch.undo()
     verify(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("lineage", [{"start_step": None, "parent_digest": None, "environment": {}, "accepted_changes": []}]),
+    ("lineage", [{"start_step": 0, "parent_digest": None, "environment": {}, "accepted_changes": [1]}]),
+    ("lineage", [{"start_step": 0, "parent_digest": 7, "environment": {}, "accepted_changes": []}]),
+    ("lineage", [{"start_step": 0, "parent_digest": None, "environment": {"decides": [1]}, "accepted_changes": []}]),
+    ("environment", {"decides": [1], "recorded": {}}),
+], ids=str)
+def test_what_stands_beside_the_tree_has_its_types(good, name, value):
+    def change(entries, document):
+        document[name] = value
+
+    forge(good, change)
+    with pytest.raises(CheckpointCorruptError, match="malformed") as caught:
+        read_manifest(good)
+    assert caught.value.where == "header"

@@ -1498,3 +1498,12 @@ def test_a_generator_state_that_torch_refuses_changes_nothing():
         contract.restore(saved)
     assert torch.equal(model.weight, torch.full((2, 2), 7.0)) and torch.equal(torch.get_rng_state(), state)
     contract.capture(step=1)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens_seen": -5}, {"batch_digest": "zz"}], ids=str)
+def test_counts_and_digests_that_no_progress_writes_are_refused(wrong):
+    progress = Progress()
+    state = progress.state_dict() | wrong
+    with pytest.raises(ContractError, match="not negative"):
+        progress.load_state_dict(state)
+    assert progress.tokens_seen == 0 and progress.batch_digest == ""
