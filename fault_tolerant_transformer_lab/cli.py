@@ -8,8 +8,8 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'for_command_line', 'shortened', 'table', 'size', 'printable', 'folder_of', 'set_aside_in', 'checkpoints_in',
            'tensor_paths', 'examined', 'latest_of', 'as_json', 'warned', 'next_command', 'summary', 'Train',
            'TrainSmoke', 'Verify', 'lineage_line', 'plain_manifest', 'settings', 'inspection', 'Inspect',
-           'difference_row', 'Diff', 'Sample', 'config_of', 'tokenizer_of', 'proof_outcome', 'counted', 'Prove',
-           'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
+           'difference_row', 'Diff', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'counted',
+           'Prove', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
            'warnings_in_lines', 'execute', 'main', 'train_smoke']
 
 # %% ../nbs/10_cli.ipynb #cell-003
@@ -551,20 +551,29 @@ class Verify:
 
     def run(self) -> Outcome:  # a line a checkpoint; status 1 where one is damaged
         "Verify each checkpoint, its name too, and say where a damaged one is damaged."
-        from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, NotACheckpointError
+        from fault_tolerant_transformer_lab.checkpoint_file import (
+            CheckpointCorruptError,
+            NotACheckpointError,
+            UnknownSchemaError,
+        )
 
         found: list[dict[str, Any]] = []
+        unread: UnknownSchemaError | None = None  # told at the end: there may be damage beside it
         for path in checkpoints_in(self.path):
             try:
                 manifest = examined(path)
             except NotACheckpointError:
                 raise
+            except UnknownSchemaError as error:
+                unread = unread or error
             except CheckpointCorruptError as damage:
                 found.append({"path": str(path), "intact": False, "where": damage.where, "message": str(damage)})
             else:
                 found.append({"path": str(path), "intact": True, "step": manifest.step, "bytes": manifest.n_bytes,
                               "state_digest": manifest.state_digest})
         damaged = [facts["message"] for facts in found if facts["intact"] is False]
+        if unread and not damaged:
+            raise unread
         rows = [(facts["path"], "intact", facts["step"], size(facts["bytes"]), facts["state_digest"][:12])
                 if facts["intact"] else (facts["path"], "damaged", "", "", "") for facts in found]
         aside = set_aside_in(self.path)
@@ -579,7 +588,9 @@ def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
     "Say where a part of the run began, from which state, and which changes of the environment were accepted."
-    origin = "started" if segment.parent_digest is None else f"resumed from state {segment.parent_digest}"
+    origin = f"resumed from state {segment.parent_digest}"
+    if segment.parent_digest is None:
+        origin = "went on" if segment.start_step else "started"
     changes = {change["field"]: f"{change.get('checkpoint', 'absent')} -> {change.get('requested', 'absent')}"
                for change in segment.accepted_changes}
     accepted = f"\n{settings(changes, 'in another environment, accepted: ')}" if changes else ""
@@ -726,6 +737,7 @@ class Sample:
 
         with deterministic(), open_checkpoint(latest_of(self.path)[0]) as saved:
             config = config_of(saved.description)
+            require_held(config, saved.tree.get("model", {}))
             model = Transformer.from_config(config)
             Contract(model=model).restore(saved, only=["model"], allow_environment_change=True)
         read, write = tokenizer_of(config)
@@ -745,6 +757,18 @@ def config_of(
         raise UsageError(f"expected a checkpoint of `fttl train`, which holds its config, got one that describes "
                          f"{', '.join(map(str, description)) or 'nothing'}; sample from a run of this lab")
     return ExperimentConfig(**found)
+
+
+def require_held(
+    config: ExperimentConfig,  # what the checkpoint says of its model
+    tensors: Mapping[str, Any],  # what it holds of it, by name
+) -> None:
+    "Refuse a configuration of a larger model than the file holds, before any of it is built. Raises `UsageError`."
+    shapes = [tuple(tensor.shape) for tensor in tensors.values() if hasattr(tensor, "shape")]
+    expected = [(config.vocab_size, config.d_model), (config.block_size, config.d_model)]
+    if config.n_layers > len(shapes) or any(shape not in shapes for shape in expected):
+        raise UsageError(f"expected a model of {config.n_layers} layers with embeddings of the shapes {expected}, and "
+                         "the checkpoint holds no such model; sample from a run of this lab")
 
 
 def _numbers(text: str, vocab_size: int) -> list[int]:

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from fault_tolerant_transformer_lab import __version__, cli
 
@@ -790,3 +793,31 @@ def test_control_characters_are_escaped(tmp_path: Path) -> None:
     done = fttl("verify", "no\x1b[31mwhere", cwd=tmp_path)
     assert_refused(done, 2, "no\\x1b[31mwhere")
     assert fttl("verify", "no\udcffwhere", cwd=tmp_path).returncode == 2
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    "Change a checkpoint's document and make the header's digest right again, as a forger would."
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + length])
+    document = json.loads(header["__metadata__"]["fttl"])
+    change(document)
+    document["file_digest"] = "0" * 64
+    header["__metadata__"]["fttl"] = json.dumps(document, separators=(",", ":"))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    whole = (len(text) + (-len(text) - 8) % 4096).to_bytes(8, "little") + text + b" " * ((-len(text) - 8) % 4096)
+    path.write_bytes(whole.replace(b"0" * 64, blake3(whole).hexdigest().encode(), 1) + raw[8 + length:])
+
+
+def test_sample_builds_no_model_that_the_file_does_not_hold(run: Path, capsys) -> None:
+    newest = checkpoints(run)[-1]
+    edited(newest, lambda document: document["config"]["config"].update(n_layers=3_000_000))
+    assert_refused(in_process(capsys, "sample", newest), 2, "3000000 layers", "holds no such model")
+
+
+def test_verify_goes_on_past_an_unknown_schema(run: Path, capsys) -> None:
+    older, newest = checkpoints(run)
+    edited(older, lambda document: document.update(schema_version=99))
+    assert_refused(in_process(capsys, "verify", run), 2, "schema version 99")
+    flip(newest, newest.stat().st_size - 7)
+    assert_refused(in_process(capsys, "verify", run), 1, newest.name)
