@@ -51,7 +51,7 @@ from fault_tolerant_transformer_lab.publication import (
     write_atomically,
 )
 
-# %% ../nbs/06_training.ipynb #cell-007
+# %% ../nbs/06_training.ipynb #cell-008
 def learning_rate_at(
     config: ExperimentConfig,  # its `learning_rate` and `schedule` are read, nothing else
     step: int,  # completed steps before the update that uses the rate; the first update has 0
@@ -82,7 +82,7 @@ def known_row(
     return {"step": step, "loss": loss, "learning_rate": learning_rate_at(config, step - 1),
             "tokens_seen": step * tokens_per_step(config)}
 
-# %% ../nbs/06_training.ipynb #cell-012
+# %% ../nbs/06_training.ipynb #cell-013
 def make_optimizer(
     model: nn.Module,  # parameters that need no gradient are left out
     config: ExperimentConfig,  # `learning_rate`, `betas` and `weight_decay` are read
@@ -99,7 +99,7 @@ def make_optimizer(
     except RuntimeError:  # torch says so when the device has no fused kernel
         return torch.optim.AdamW(groups, **options)
 
-# %% ../nbs/06_training.ipynb #cell-017
+# %% ../nbs/06_training.ipynb #cell-018
 @contextmanager
 def deterministic(
     threads: int | None = None,  # CPU threads inside; None leaves the number as it is
@@ -130,7 +130,7 @@ def deterministic(
             if torch.get_num_threads() != n_threads:
                 torch.set_num_threads(n_threads)
 
-# %% ../nbs/06_training.ipynb #cell-021
+# %% ../nbs/06_training.ipynb #cell-022
 def token_loss(
     model: nn.Module,  # tokens in, logits out
     batch: Batch,  # `inputs_BT` and `targets_BT`
@@ -170,7 +170,7 @@ def clip_gradients(
         nn.utils.clip_grads_with_norm_(with_gradient, limit, norm)
     return norm
 
-# %% ../nbs/06_training.ipynb #cell-026
+# %% ../nbs/06_training.ipynb #cell-027
 class TrainingError(Exception):
     "The run cannot start or go on as asked; nothing that was published is touched."
 
@@ -227,7 +227,7 @@ def signal_name(
     except ValueError:
         return f"signal {number}"
 
-# %% ../nbs/06_training.ipynb #cell-030
+# %% ../nbs/06_training.ipynb #cell-031
 BOUNDARIES = ("before_forward", "after_backward", "after_update", "during_write", "after_publication")
 OnBoundary = Callable[[str, int], None]
 
@@ -238,7 +238,7 @@ def no_boundary(
 ) -> None:
     "Do nothing at a boundary."
 
-# %% ../nbs/06_training.ipynb #cell-032
+# %% ../nbs/06_training.ipynb #cell-033
 @contextmanager
 def untouched(
     model: nn.Module,  # whose modules' training flags are put back one by one
@@ -267,7 +267,7 @@ def evaluation_loss(
             n += batch.targets_BT.numel()
     return total / n
 
-# %% ../nbs/06_training.ipynb #cell-033
+# %% ../nbs/06_training.ipynb #cell-034
 N_EVALUATION_BATCHES = 8  # at most; few enough that evaluating now and then costs little
 
 
@@ -327,7 +327,7 @@ class TrainingRun:
                                      batch_size=self.config.batch_size, n_batches=N_EVALUATION_BATCHES)
         return evaluation_loss(self.model, batches, self.config.precision)
 
-# %% ../nbs/06_training.ipynb #cell-044
+# %% ../nbs/06_training.ipynb #cell-045
 class StopRequest:
     "Remembers the first signal that asked the run to stop; `signal` is None before."
 
@@ -366,7 +366,7 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         put_back()
 
-# %% ../nbs/06_training.ipynb #cell-050
+# %% ../nbs/06_training.ipynb #cell-051
 def encode_line(
     row: dict[str, Any],  # plain values, finite
 ) -> bytes:  # canonical JSON and a newline
@@ -425,7 +425,7 @@ def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
     fits = type(step) is int and 1 <= step <= len(losses) and row.get("loss") == losses[step - 1]
     return step if fits else None
 
-# %% ../nbs/06_training.ipynb #cell-054
+# %% ../nbs/06_training.ipynb #cell-055
 _T = TypeVar("_T")
 
 
@@ -472,7 +472,7 @@ class RunDisk(Disk):
         while rest:
             rest = rest[self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=rest):]
 
-# %% ../nbs/06_training.ipynb #cell-056
+# %% ../nbs/06_training.ipynb #cell-057
 def read_regular(
     path: Path,  # in a run's folder
 ) -> bytes | None:  # None where there is no such name
@@ -494,7 +494,7 @@ def read_regular(
             os.close(fd)
     raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
 
-# %% ../nbs/06_training.ipynb #cell-059
+# %% ../nbs/06_training.ipynb #cell-060
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -542,7 +542,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-063
+# %% ../nbs/06_training.ipynb #cell-064
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -576,7 +576,7 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
-# %% ../nbs/06_training.ipynb #cell-065
+# %% ../nbs/06_training.ipynb #cell-066
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
     log_every: int = 1,  # stands for the cadences of a manifest that has none
@@ -611,7 +611,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-069
+# %% ../nbs/06_training.ipynb #cell-070
 _logger = logging.getLogger(__name__)
 
 
@@ -670,7 +670,7 @@ class Session:
         self.run.on_boundary("after_publication", step)
         return published
 
-# %% ../nbs/06_training.ipynb #cell-071
+# %% ../nbs/06_training.ipynb #cell-072
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -692,7 +692,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-075
+# %% ../nbs/06_training.ipynb #cell-076
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -709,7 +709,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-077
+# %% ../nbs/06_training.ipynb #cell-078
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -746,7 +746,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-079
+# %% ../nbs/06_training.ipynb #cell-080
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -819,7 +819,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-080
+# %% ../nbs/06_training.ipynb #cell-081
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
