@@ -245,21 +245,9 @@ def state_lines(
     contract: Contract,  # whose participants are read; nothing is changed
 ) -> dict[str, str]:  # by path, such as "model.head.weight"; in the order of computation
     "Write every leaf of a contract's state down, the parts that compute first coming first."
-    tree = contract.capture(step=_counted_step(contract) or 0).tree
+    tree = contract.capture(step=contract.step or 0).tree
     ordered = {name: tree[name] for name in _computation_order(contract)}
     return {format_path(path): _leaf_text(leaf) for path, leaf in walk(ordered)}
-
-
-def _counted_step(
-    contract: Contract,  # any
-) -> int | None:  # completed steps; None where no participant counts them
-    "Ask the contract for the step."
-    try:
-        return contract.capture().step
-    except ContractError:
-        if any(isinstance(part, Progress) for part in contract.participants.values()):
-            raise
-        return None
 
 
 def _computation_order(
@@ -445,7 +433,7 @@ def _restored_step(
     "Restore a contract, all of it or all but a few."
     kept = [name for name in contract.participants if name not in drop]
     restored = store.restore(contract, only=kept if drop else None)
-    counted = _counted_step(contract)  # not the file's step where the progress itself was left out
+    counted = contract.step  # not the file's step where the progress itself was left out
     return restored.step if counted is None else counted
 
 # %% ../nbs/07_equivalence.ipynb #cell-041
