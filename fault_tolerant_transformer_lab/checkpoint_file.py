@@ -5,27 +5,31 @@
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'CHUNK_BYTES', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH', 'DTYPES',
            'UnknownSchemaError', 'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree',
-           'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'Manifest', 'Encoding', 'encode', 'state_digest',
-           'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance', 'compare_tensors', 'Difference',
-           'diff']
+           'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'Manifest', 'Encoding', 'encode',
+           'state_digest', 'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance',
+           'compare_tensors', 'Difference', 'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 import base64
+import ctypes
 import errno
 import json
 import math
 import os
 import re
+import secrets
 import stat
 import struct
 import sys
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -288,19 +292,30 @@ def _typed(staging: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tenso
     n_bytes = like.numel() * like.itemsize
     return staging[begin:begin + n_bytes].view(like.dtype).view(like.shape)
 
+
+def copy_bytes(
+    tensor: torch.Tensor,  # of any strides, on any device
+    memory: torch.Tensor,  # bytes on the CPU
+    begin: int,  # where in `memory` its first byte goes; a multiple of the tensor's item size
+) -> None:
+    """Copy a tensor's bytes, in row-major order, into memory."""
+    n_bytes = tensor.nbytes
+    if not 0 <= begin <= memory.nbytes - n_bytes:
+        raise ValueError(f"{n_bytes} bytes do not fit at byte {begin} of {memory.nbytes}")
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        ctypes.memmove(memory.data_ptr() + begin, tensor.data_ptr(), n_bytes)  # a tenth of a small tensor's `copy_`
+    else:
+        _typed(memory, begin, tensor).copy_(tensor.detach())
+
 # %% ../nbs/04_checkpoint_file.ipynb #cell-043
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor and its place in the file."""
+class Slot(NamedTuple):
+    """A tensor's place in the data section of a file."""
 
     name: str
-    tensor: torch.Tensor
-    begin: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
-        return self.tensor.numel() * self.tensor.itemsize
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # first byte, counted from the start of the data section
+    n_bytes: int
 
 
 class _Names:
@@ -331,12 +346,12 @@ class _Names:
         return self._by_memory[key]
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-044
-def _lay_out(tensors: dict[str, torch.Tensor]) -> list[_Slot]:
+def _lay_out(tensors: dict[str, torch.Tensor]) -> list[Slot]:
     """Place tensors one after another, widest items first, so that each is aligned and no gap is left."""
     slots, begin = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
-        slots.append(_Slot(name, tensor, begin))
-        begin += tensor.numel() * tensor.itemsize
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes))
+        begin += slots[-1].n_bytes
     return slots
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-048
@@ -358,11 +373,11 @@ def _file_digest(header: bytes | bytearray) -> str:
     return hasher.hexdigest()
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-049
-def _write_header(document: dict[str, Any], slots: list[_Slot]) -> bytearray:
+def _write_header(document: dict[str, Any], slots: list[Slot]) -> bytearray:
     """Write length, JSON and padding; the file's digest, at its fixed place, goes in last."""
     entries: dict[str, Any] = {"__metadata__": {"fttl": _json({"file_digest": _NO_DIGEST, **document}), "format": "pt"}}
     for slot in slots:
-        entries[slot.name] = {"dtype": _DTYPE_NAMES[slot.tensor.dtype], "shape": list(slot.tensor.shape),
+        entries[slot.name] = {"dtype": _DTYPE_NAMES[slot.dtype], "shape": slot.shape,
                               "data_offsets": [slot.begin, slot.begin + slot.n_bytes]}
     text = _json(entries).encode("ascii")
     n_bytes = -(-(8 + len(text)) // PAGE) * PAGE
@@ -406,36 +421,59 @@ class Manifest:
         return decode_tree(self.plain_tree, leaf or self.tensors.__getitem__)
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-055
+@dataclass(frozen=True)
+class _Part:
+    """Some bytes of a tensor, to be digested."""
+
+    name: str
+    view: memoryview
+    first: bool  # whether these are the tensor's first bytes
+    last: bool  # whether these are its last
+
+
 class _Digests:
-    """Digests of tensors whose bytes pass by in order, computed in a worker thread."""
+    """Digests of tensors whose bytes pass by in order, computed in a thread of its own.
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._open: dict[str, blake3] = {}
-        self._pending: deque[Future[None]] = deque()
+    Not an executor: those take no more work once the interpreter begins to exit, when a background save may still run.
+    """
+
+    def __init__(self) -> None:
         self.done: dict[str, str] = {}
+        self._queue: SimpleQueue[tuple[Sequence[_Part], Callable[[], None] | None] | None] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = Thread(target=self._work, name="checkpoint-digest", daemon=True)
+        self._thread.start()
 
-    def _absorb(self, parts: list[tuple[str, memoryview, bool]]) -> None:
-        for name, view, last in parts:
-            hasher = self._open.setdefault(name, blake3())
-            hasher.update(view)
-            if last:
-                self.done[name] = self._open.pop(name).hexdigest()
+    def _work(self) -> None:
+        hasher = blake3()
+        while (item := self._queue.get()) is not None:
+            parts, release = item
+            try:
+                for part in parts:
+                    hasher = blake3() if part.first else hasher
+                    hasher.update(part.view)
+                    if part.last:
+                        self.done[part.name] = hasher.hexdigest()
+            except BaseException as error:  # told to whoever waits; what is still queued must be released all the same
+                self._failure = self._failure or error
+            if release is not None:
+                release()
 
     def submit(
         self,
-        parts: list[tuple[str, memoryview, bool]],  # (tensor, some of its bytes, whether these are its last)
-    ) -> Future[None]:  # done when the worker no longer reads the bytes
-        """Have the worker digest bytes, after all that came before."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
-        self._pending.append(self._pool.submit(self._absorb, parts))
-        return self._pending[-1]
+        parts: Sequence[_Part],  # in the order in which the bytes stand in the file
+        release: Callable[[], None] | None = None,  # called when the bytes are no longer read
+    ) -> None:
+        """Have bytes digested, after all that came before."""
+        self._queue.put((parts, release))
 
-    def wait(self) -> None:
-        """Wait until all that was submitted is digested."""
-        while self._pending:
-            self._pending.popleft().result()
+    def finish(self) -> dict[str, str]:  # by tensor
+        """Wait until all that was submitted is digested, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self.done
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-057
 def _chunks(offset: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -444,77 +482,96 @@ def _chunks(offset: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
         yield offset + begin, view[begin:begin + CHUNK_BYTES]
 
 
-class _Staging:
+class _Gather:
     """Gathers small, strided and device tensors: two halves, one being filled while the other is digested."""
 
-    def __init__(self) -> None:
-        self._halves: list[torch.Tensor] = []
-        self._busy: list[Future[None] | None] = [None, None]
-        self._current = 0
-        self.begin = self.fill = 0
-        self.parts: list[tuple[str, memoryview, bool]] = []
+    def __init__(self, digests: _Digests) -> None:
+        self._digests = digests
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._half: torch.Tensor | None = None
+        self._n_made = self._begin = self._fill = 0
+        self._parts: list[_Part] = []
 
     def has_room(
         self,
         n_bytes: int,  # size of the next piece
     ) -> bool:
         """Whether that many bytes fit behind what is gathered."""
-        return self.fill + n_bytes <= _STAGING_BYTES
+        return self._fill + n_bytes <= _STAGING_BYTES
+
+    def _current(self, offset: int) -> torch.Tensor:
+        """The half that is being filled; a new one when the digest worker is through with it."""
+        if self._half is None:
+            if self._n_made < 2:
+                self._n_made += 1
+                self._free.put(torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu"))
+            self._half, self._begin, self._fill = self._free.get(), offset, 0
+        return self._half
 
     def add(
         self,
         name: str,  # of the tensor
         piece: torch.Tensor,  # a part of it, of any strides, on any device
         offset: int,  # place of the piece in the file
+        first: bool,  # whether this begins the tensor
         last: bool,  # whether this completes the tensor
     ) -> None:
         """Copy a piece behind the others."""
-        if not self._halves:
-            self._halves = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        if not self.parts:
-            busy = self._busy[self._current]
-            if busy is not None:
-                busy.result()  # the worker may still read what this half held before
-            self.begin, self.fill = offset, 0
-        half = self._halves[self._current]
-        _typed(half, self.fill, piece).copy_(piece.detach())
-        n_bytes = piece.numel() * piece.itemsize
-        self.parts.append((name, half.numpy().data[self.fill:self.fill + n_bytes], last))
-        self.fill += n_bytes
+        half, n_bytes = self._current(offset), piece.nbytes
+        copy_bytes(piece, half, self._fill)
+        self._parts.append(_Part(name, half.numpy().data[self._fill:self._fill + n_bytes], first, last))
+        self._fill += n_bytes
 
-    def flush(
-        self,
-        digests: _Digests,  # which take what is given out
-    ) -> Iterator[tuple[int, memoryview]]:  # (offset in the file, bytes)
+    def flush(self) -> Iterator[tuple[int, memoryview]]:  # (offset in the file, bytes)
         """Give out what is gathered as one chunk, and turn to the other half."""
-        if self.parts:
-            view = self._halves[self._current].numpy().data[:self.fill]
-            self._busy[self._current] = digests.submit(self.parts)
-            self.parts = []
-            self._current = 1 - self._current
-            yield from _chunks(self.begin, view)
+        if self._half is not None:
+            half, self._half = self._half, None
+            self._digests.submit(self._parts, lambda: self._free.put(half))
+            self._parts = []
+            yield from _chunks(self._begin, half.numpy().data[:self._fill])
+            self._fill = 0
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-058
-def _data_chunks(slots: list[_Slot], data_start: int, digests: _Digests) -> Iterator[tuple[int, memoryview]]:
-    """Yield the data section from front to back, having each chunk digested on the way."""
-    staging = _Staging()
+def _from_tensors(
+    tensors: dict[str, torch.Tensor], slots: list[Slot], data_start: int, digests: _Digests
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the data section from front to back out of the tensors, having each chunk digested on the way."""
+    gather = _Gather(digests)
     for slot in slots:
-        offset, left = data_start + slot.begin, slot.n_bytes
-        view = byte_view(slot.tensor) if left >= _SMALL_BYTES else None
+        tensor, offset, left = tensors[slot.name], data_start + slot.begin, slot.n_bytes
+        view = byte_view(tensor) if left >= _SMALL_BYTES else None
         if view is not None:
-            yield from staging.flush(digests)
+            yield from gather.flush()
             for begin in range(0, left, _STAGING_BYTES):
                 part = view[begin:begin + _STAGING_BYTES]
-                digests.submit([(slot.name, part, begin + _STAGING_BYTES >= left)])
+                digests.submit([_Part(slot.name, part, begin == 0, begin + _STAGING_BYTES >= left)])
                 yield from _chunks(offset + begin, part)
             continue
-        for piece in pieces(slot.tensor, _STAGING_BYTES):
-            n_bytes = piece.numel() * piece.itemsize
-            if not staging.has_room(n_bytes):
-                yield from staging.flush(digests)
-            staging.add(slot.name, piece, offset, last=n_bytes == left)
+        for piece in (tensor,) if left <= _STAGING_BYTES else pieces(tensor, _STAGING_BYTES):
+            n_bytes = piece.nbytes
+            if not gather.has_room(n_bytes):
+                yield from gather.flush()
+            gather.add(slot.name, piece, offset, first=left == slot.n_bytes, last=n_bytes == left)
             offset, left = offset + n_bytes, left - n_bytes
-    yield from staging.flush(digests)
+    yield from gather.flush()
+
+
+def _from_memory(
+    memory: memoryview, slots: list[Slot], data_start: int, digests: _Digests
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the data section out of memory that holds it as the file will, having it digested on the way."""
+    written, parts = 0, []
+    for slot in slots:
+        end = slot.begin + slot.n_bytes
+        for begin in range(slot.begin, max(end, slot.begin + 1), _STAGING_BYTES):
+            reached = min(begin + _STAGING_BYTES, end)
+            parts.append(_Part(slot.name, memory[begin:reached], begin == slot.begin, reached == end))
+            if reached - written >= _STAGING_BYTES:
+                digests.submit(parts)
+                yield from _chunks(data_start + written, memory[written:reached])
+                written, parts = reached, []
+    digests.submit(parts)
+    yield from _chunks(data_start + written, memory[written:])
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-059
 def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
@@ -530,8 +587,6 @@ def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
 class Encoding:
     """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted."""
 
-    n_bytes: int  # size of the whole file
-
     def __init__(
         self,
         snapshot: Snapshot,  # what to encode; its tensors are read, never copied as a whole
@@ -541,43 +596,69 @@ class Encoding:
         self._snapshot = snapshot
         self._plain_tree = encode_tree(dict(snapshot.tree), names)
         self._about = _plain_about(snapshot)
-        self._slots = _lay_out(names.tensors)
-        self._data_start = len(self._header(_NO_DIGEST, dict.fromkeys(names.tensors, _NO_DIGEST)))
-        self.n_bytes = self._data_start + sum(slot.n_bytes for slot in self._slots)
+        self.tensors = names.tensors  # by name, each once
+        self.slots = _lay_out(names.tensors)
+        self.data_bytes = sum(slot.n_bytes for slot in self.slots)
+        self._memory: memoryview | None = None
         self._manifest: Manifest | None = None
+        self._header, self._places = self._draft()
 
-    def _header(self, state_digest: str, digests: dict[str, str]) -> bytearray:
-        """Write the header; its length depends on no digest's value."""
+    @property
+    def n_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self._header) + self.data_bytes
+
+    def _draft(self) -> tuple[bytearray, list[int]]:
+        """The header with a mark in place of each digest, and where the marks stand: what is written once."""
+        mark = secrets.token_hex(32)  # no text of the state's can be equal to it
         document = {"schema_version": SCHEMA_VERSION, "step": self._snapshot.step,
-                    "tokens_seen": self._snapshot.tokens_seen, **self._about, "state_digest": state_digest,
-                    "tree": self._plain_tree, "digests": digests}
-        return _write_header(document, self._slots)
+                    "tokens_seen": self._snapshot.tokens_seen, **self._about, "state_digest": mark,
+                    "tree": self._plain_tree, "digests": {slot.name: mark for slot in self.slots}}
+        header = _write_header(document, self.slots)
+        return header, [found.start() for found in re.finditer(mark.encode(), header)]
+
+    def relocate(
+        self,
+        memory: memoryview,  # `data_bytes` long; holds the data section by the time that `chunks` reads it
+    ) -> None:
+        """Take the tensors' bytes from memory in which each tensor lies in its slot, and forget the tensors."""
+        if len(memory) != self.data_bytes:
+            raise ValueError(f"expected memory of {self.data_bytes} bytes, got {len(memory)}")
+        self._memory, self.tensors = memory, {}
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:  # (offset in the file, bytes to write there)
         """Yield the whole file once: tensor data from front to back, then the header, at offset 0.
 
-        A chunk's bytes are valid until the next one is asked for. Digests are computed in a worker thread while the
-        caller writes; a caller that gives up closes the iterator and the worker ends.
+        A chunk's bytes are valid until the next one is asked for. Digests are computed in a thread of their own while
+        the caller writes; a caller that gives up closes the iterator and the thread ends.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as pool:
-            digests = _Digests(pool)
-            yield from _data_chunks(self._slots, self._data_start, digests)
-            digests.wait()
-        self._manifest, header = self._finish(digests.done)
+        data_start, digests = len(self._header), _Digests()
+        try:
+            if self._memory is not None:
+                yield from _from_memory(self._memory, self.slots, data_start, digests)
+            else:
+                yield from _from_tensors(self.tensors, self.slots, data_start, digests)
+        finally:
+            done = digests.finish()
+        self._manifest, header = self._finish(done)
         yield 0, memoryview(header)
 
     def _finish(self, digests: dict[str, str]) -> tuple[Manifest, bytearray]:
-        """Write the final header and gather the manifest that a reader will find in it."""
-        snapshot = self._snapshot
-        entries = {slot.name: TensorEntry(slot.name, slot.tensor.dtype, tuple(slot.tensor.shape), slot.begin,
-                                          slot.begin + slot.n_bytes, digests[slot.name]) for slot in self._slots}
+        """Put the digests into the header and gather the manifest that a reader will find in it."""
+        snapshot, header = self._snapshot, self._header
+        entries = {slot.name: TensorEntry(slot.name, slot.dtype, slot.shape, slot.begin, slot.begin + slot.n_bytes,
+                                          digests[slot.name]) for slot in self.slots}
         state_digest = _digest_of_state(snapshot.step, snapshot.tokens_seen,
                                         decode_tree(self._plain_tree, entries.__getitem__))
-        header = self._header(state_digest, {name: entry.digest for name, entry in entries.items()})
+        found = (state_digest, *(entry.digest for entry in entries.values()))
+        for place, digest in zip(self._places, found, strict=True):
+            header[place:place + 64] = digest.encode()
+        header[_DIGEST_AT:_DIGEST_AT + 64] = _NO_DIGEST.encode()
+        header[_DIGEST_AT:_DIGEST_AT + 64] = _file_digest(header).encode()
         return Manifest(
             SCHEMA_VERSION, snapshot.step, snapshot.tokens_seen, snapshot.description, snapshot.identity,
             snapshot.environment, tuple(snapshot.lineage), entries, state_digest,
-            bytes(header[_DIGEST_AT:_DIGEST_AT + 64]).decode(), self.n_bytes, self._data_start, self._plain_tree,
+            bytes(header[_DIGEST_AT:_DIGEST_AT + 64]).decode(), self.n_bytes, len(header), self._plain_tree,
         ), header
 
     @property

@@ -6,9 +6,10 @@
 __all__ = ['place_of', 'PublicationError', 'Operation', 'Seam', 'OpenFileCalls', 'Disk', 'Recorded', 'RecordingDisk',
            'write_fully', 'publish', 'make_directories', 'write_atomically', 'Generation', 'generation_name', 'step_of',
            'Generations', 'NoCheckpointError', 'Restored', 'restore_newest', 'to_delete', 'set_aside',
-           'CheckpointLockedError', 'WriterLock', 'Published', 'CheckpointStore']
+           'CheckpointLockedError', 'WriterLock', 'Published', 'Pending', 'CheckpointStore']
 
 # %% ../nbs/05_publication.ipynb #cell-003
+import atexit
 import errno
 import json
 import os
@@ -17,21 +18,25 @@ import secrets
 import socket
 import stat
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 try:
     import fcntl
 except ImportError:  # Windows: the module imports, and the store says why it cannot promise
     fcntl = None  # type: ignore[assignment]
 
+from torch.optim import Optimizer
+
 from fault_tolerant_transformer_lab.checkpoint_file import (
     CheckpointCorruptError,
+    Encoding,
     encode,
     open_checkpoint,
     read_manifest,
@@ -39,6 +44,7 @@ from fault_tolerant_transformer_lab.checkpoint_file import (
     verify,
 )
 from .contract import CheckpointError, Contract, Snapshot
+from .staging import Staged, Staging
 
 # %% ../nbs/05_publication.ipynb #cell-011
 _REMEDIES = {
@@ -372,11 +378,14 @@ def publish(
     temporary: str,  # a name that no reader looks at, and that does not exist
     name: str,  # the name under which readers find the file
     chunks: Iterable[tuple[int, memoryview]],  # offset and bytes; each is written before the next is asked for
+    *,
+    last_check: Callable[[], object] = lambda: None,  # called when all is on the device; raises if it may not be shown
 ) -> int:  # number of bytes written
     "Puts a whole file under a name, durably, in one step; on failure the name is as before and no temporary stays."
     fd = _patiently(lambda: disk.create(directory, temporary))
     try:
         n_bytes = _fill(disk, fd, chunks)
+        last_check()
         disk.replace(directory, temporary, name)
     except BaseException as error:
         _discard(disk, directory, temporary, error)
@@ -841,6 +850,57 @@ class Published:
     n_bytes: int  # length of the file
 
 
+class Pending:
+    "A save that goes on in the background. Its failure is raised once: by `result`, or by the store's next call."
+
+    def __init__(
+        self,
+        step: int,  # the completed step that is being saved
+        work: Callable[[], Published],  # writes and publishes; runs in a thread of its own
+    ) -> None:
+        self.step = step
+        self._process = os.getpid()
+        self._published: Published | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        # Not a daemon: an interpreter that exits waits for it, and the checkpoint is published.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-save-{step}")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Published]) -> None:
+        try:
+            self._published = work()
+        except BaseException as error:  # raised by whoever asks next
+            self._error = error
+
+    def done(self) -> bool:
+        "Whether it has ended, well or badly."
+        return os.getpid() == self._process and not self._thread.is_alive()
+
+    def result(self) -> Published:
+        "Waits until the checkpoint is durable and published, or raises what went wrong."
+        if os.getpid() != self._process:
+            raise CheckpointError(f"step {self.step} is saved by process {self._process}, and this is a forked child")
+        self._thread.join()
+        if self._published is None:
+            self._told = True
+            raise self._error or CheckpointError(f"the save of step {self.step} ended without a result: save again")
+        return self._published
+
+    def failure(self) -> BaseException | None:
+        "Waits for the end; gives the error that nobody has been told yet, and counts it as told."
+        if os.getpid() != self._process:
+            return None
+        self._thread.join()
+        untold, self._told = not self._told, True
+        return self._error if untold else None
+
+    def tell(self) -> None:
+        "At interpreter exit: an error that nobody collected goes where Python reports failed threads."
+        if (error := self.failure()) is not None:
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+
+
 def _require_space(disk: Disk, directory: int, need: int) -> None:
     have = disk.free_bytes(directory)
     if have is not None and have < need:
@@ -902,6 +962,9 @@ class CheckpointStore(Generations):
         self.keep_last, self.keep_every, self.disk = keep_last, keep_every, disk or Disk()
         self._lock = WriterLock(self.directory, self.disk)
         self._doubtful: set[int] = set()  # perhaps not durable: no older one may go on their account
+        self._staging = Staging()
+        self._pending: Pending | None = None
+        self._abandoned = False  # an interrupted exit tells the save in the background to stop
 
     def __enter__(self) -> "CheckpointStore":
         if self._lock.directory is not None:
@@ -915,10 +978,38 @@ class CheckpointStore(Generations):
         except BaseException:
             self._lock.release()
             raise
+        self._abandoned = False
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            failure = self._last_failure()
+        finally:
+            self._staging.close()
+            self._lock.release()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None and error is not None:
+            error.add_note(f"The save in the background failed as well: {failure}")
+
+    def _last_failure(self) -> BaseException | None:
+        "Waits for the save in the background. Interrupted, it has that stop, and waits on: the lock must outlive it."
+        failure, interrupt = None, None
+        while self._pending is not None:
+            try:
+                failure = self._pending.failure()
+                self._forget_pending()
+            except KeyboardInterrupt as error:
+                self._abandoned, interrupt = True, error
+        if interrupt is not None:
+            raise interrupt
+        return failure
+
+    def _forget_pending(self) -> None:
+        if self._pending is not None:
+            atexit.unregister(self._pending.tell)
+        self._pending = None
+        self._staging.forget()
 
     def _writable(self) -> int:
         if self._lock.directory is None:
@@ -945,26 +1036,83 @@ class CheckpointStore(Generations):
         except OSError:
             return False
 
+    def wait(self) -> None:
+        "Waits until no save goes on in the background; raises the failure of the last one, once."
+        if self._pending is not None:
+            failure = self._pending.failure()
+            self._forget_pending()
+            if failure is not None:
+                raise failure
+
+    @overload
+    def save(self, contract: Contract, step: int | None = None, *, wait: Literal[True] = True) -> Published: ...
+
+    @overload
+    def save(
+        self, contract: Contract, step: int | None = None, *, wait: bool, overlap: bool = False
+    ) -> Published | Pending: ...
+
     def save(
         self,
         contract: Contract,  # what to save
         step: int | None = None,  # completed steps; None: the contract's own progress
-    ) -> Published:
-        "Captures the state and publishes it durably; returns only when it survives a power loss."
+        *,
+        wait: bool = True,  # return when it survives a power loss; False: when the state is copied
+        overlap: bool = False,  # with wait=False: copy what only optimizers change until their next step
+    ) -> Published | Pending:  # what is published, or is being published
+        "Captures the state and publishes it durably; an earlier save in the background is waited for first."
+        if overlap and wait:
+            raise ValueError("overlap=True hides the copy of a save in the background: give wait=False as well")
+        self.wait()
         directory, snapshot = self._guarded(), contract.capture(step)
         _require_newest(snapshot.step, found := self.generations())
         if found and found[-1].step == snapshot.step:
             _require_same_state(found[-1], snapshot)
+        encoding = encode(snapshot)
+        if wait:
+            return self._publish(directory, snapshot.step, encoding, self._guarded)
+        optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []
+        return self._begin(directory, snapshot.step, encoding, self._staging.take(encoding, optimizers))
+
+    def _begin(self, directory: int, step: int, encoding: Encoding, staged: Staged) -> Pending:
+        "Has a copied state published in the background."
+        def _work() -> Published:
+            staged.copy_rest()
+
+            def _last_check() -> None:
+                self._guarded()
+                staged.require_one_moment()
+
+            return self._publish(directory, step, encoding, _last_check)
+
+        try:
+            self._pending = pending = Pending(step, _work)
+        except BaseException:  # no thread to be had: nobody would copy the rest
+            self._staging.forget()
+            raise
+        atexit.register(pending.tell)
+        return pending
+
+    def _publish(
+        self, directory: int, step: int, encoding: Encoding, last_check: Callable[[], object]
+    ) -> Published:
+        "Writes, publishes, retains; in the background while the run goes on."
+        name = generation_name(step)
         _remove_temporaries(self.disk, directory)
-        encoding, name = encode(snapshot), generation_name(snapshot.step)
         _require_space(self.disk, directory, encoding.n_bytes)
-        self._doubtful.add(snapshot.step)
-        publish(self.disk, directory, f".{name}.tmp", name, encoding.chunks())
-        self._doubtful.discard(snapshot.step)
-        digest = encoding.manifest.state_digest
-        published = Published(self.directory / name, snapshot.step, digest, encoding.n_bytes)
+        self._doubtful.add(step)
+        publish(self.disk, directory, f".{name}.tmp", name, self._chunks(encoding), last_check=last_check)
+        self._doubtful.discard(step)
+        published = Published(self.directory / name, step, encoding.manifest.state_digest, encoding.n_bytes)
         self._retain(directory, published)
         return published
+
+    def _chunks(self, encoding: Encoding) -> Iterator[tuple[int, memoryview]]:
+        "The encoding's chunks, as long as nobody wants it to stop."
+        for chunk in encoding.chunks():
+            if self._abandoned:
+                raise CheckpointError("the save was interrupted: nothing was published")
+            yield chunk
 
     def _retain(self, directory: int, published: Published) -> None:
         found = [g for g in self.generations() if g.step not in self._doubtful]
@@ -986,6 +1134,7 @@ class CheckpointStore(Generations):
         allow_environment_change: bool = False,  # accept other settings of the machine, and note it in the lineage
     ) -> Restored:
         "Restores the newest sound checkpoint; the holder of the lock sets damaged newer ones aside as evidence."
+        self.wait()
         restored = restore_newest(
             self, contract, step=step, only=only, allow_missing=tuple(allow_missing),
             allow_environment_change=allow_environment_change,
@@ -1001,6 +1150,7 @@ class CheckpointStore(Generations):
         step: int,  # becomes the newest; its file must verify
     ) -> list[Path]:  # the later checkpoints under their new names
         "Goes back on purpose: later checkpoints are set aside under another name, none is deleted."
+        self.wait()
         directory, found = self._guarded(), self.generations()
         chosen = next((g for g in found if g.step == step), None)
         if chosen is None:

@@ -1,0 +1,376 @@
+"""Saves in the background: one moment in every file, no failure lost, no promise of a synchronous save given up."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fault_tolerant_transformer_lab.checkpoint_file import encode, verify
+from fault_tolerant_transformer_lab.contract import CheckpointError, Contract, Progress
+from fault_tolerant_transformer_lab.publication import (
+    CheckpointStore,
+    Disk,
+    PublicationError,
+    Published,
+    RecordingDisk,
+    generation_name,
+)
+
+
+class Run:
+    "A model with a buffer that every forward pass changes, its optimizer, and a counter."
+
+    def __init__(self, width=64, step=0):
+        generator = torch.Generator().manual_seed(7)
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width),
+                                         torch.nn.Linear(width, 1))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.progress = Progress()
+        self.batches = generator
+        self.contract = Contract(model=self.model, optimizer=self.optimizer, progress=self.progress)
+        for _ in range(step):
+            self.advance()
+
+    def backward(self):
+        x = torch.randn(16, self.model[0].in_features, generator=self.batches)
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def advance(self):
+        loss = self.backward()
+        self.optimizer.step()
+        self.progress.record(loss.item(), n_tokens=16)
+
+    def digest(self):
+        encoding = encode(self.contract.capture())
+        for _ in encoding.chunks():
+            pass
+        return encoding.manifest.state_digest
+
+    def tensors(self):
+        yield from self.model.state_dict().values()
+        for state in self.optimizer.state.values():
+            yield from state.values()
+
+
+class GatedDisk(RecordingDisk):
+    "Holds every operation of one name back until `open` is set; counts how often it was asked."
+
+    def __init__(self, name="write", where=".tmp"):
+        super().__init__()
+        self.name, self.where, self.open, self.reached = name, where, threading.Event(), threading.Event()
+
+    def operation(self, name, path, call):
+        if name == self.name and path.name.endswith(self.where):
+            self.reached.set()
+            assert self.open.wait(60)
+        return super().operation(name, path, call)
+
+
+class Failing(Disk):
+    "Fails once at the first operation of one name on a temporary file, or on anything."
+
+    def __init__(self, name, code=errno.EIO, where=".tmp"):
+        super().__init__()
+        self.name, self.code, self.where, self.failed = name, code, where, 0
+
+    def operation(self, name, path, call):
+        if name == self.name and not self.failed and str(path).endswith(self.where):
+            self.failed += 1
+            raise OSError(self.code, os.strerror(self.code))
+        return super().operation(name, path, call)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_process(code, *arguments):
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True,
+                          text=True, timeout=120)
+
+
+def test_the_published_state_is_that_of_the_call_though_every_tensor_changes_right_after(directory):
+    run, disk = Run(step=3), GatedDisk()
+    expected = run.digest()
+    with CheckpointStore(directory, disk=disk) as store:
+        pending = store.save(run.contract, wait=False)
+        assert not pending.done() and pending.step == 3
+        with torch.no_grad():
+            for tensor in run.tensors():
+                tensor.zero_()
+        run.progress.record(9.0, n_tokens=1)
+        assert disk.reached.wait(60) and store.generations() == []
+        disk.open.set()
+        published = pending.result()
+    assert published == Published(directory / generation_name(3), 3, expected, published.path.stat().st_size)
+    assert verify(published.path).state_digest == expected
+
+
+def test_a_save_in_the_background_writes_the_very_bytes_of_a_synchronous_one(tmp_path):
+    run, files = Run(step=2), []
+    for name, options in (("a", {}), ("b", {"wait": False}), ("c", {"wait": False, "overlap": True})):
+        (tmp_path / name).mkdir(mode=0o700)
+        with CheckpointStore(tmp_path / name) as store:
+            store.save(run.contract, **options)
+        files.append((tmp_path / name / generation_name(2)).read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
+def test_the_next_save_waits_for_the_one_before(directory):
+    run, disk = Run(step=1), GatedDisk()
+    with CheckpointStore(directory, disk=disk) as store:
+        first = store.save(run.contract, wait=False)
+        assert disk.reached.wait(60)
+        threading.Timer(0.2, disk.open.set).start()
+        run.advance()
+        store.save(run.contract, wait=False)
+        assert first.done() and [g.step for g in store.generations()][:1] == [1]
+        store.wait()
+        assert [g.step for g in store.generations()] == [1, 2]
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "close", "replace"])
+@pytest.mark.parametrize("told_by", ["save", "wait", "restore", "rewind", "exit", "result"])
+def test_a_failure_in_the_background_is_told_once(directory, operation, told_by):
+    run = Run(step=1)
+    with CheckpointStore(directory) as store:
+        store.save(run.contract)
+    run.advance()
+    disk = Failing(operation)
+    calls = {"save": lambda s, p: s.save(run.contract), "wait": lambda s, p: s.wait(),
+             "restore": lambda s, p: s.restore(run.contract), "rewind": lambda s, p: s.rewind(1),
+             "result": lambda s, p: p.result(), "exit": lambda s, p: None}
+    if told_by == "exit":
+        with pytest.raises(PublicationError, match=operation), CheckpointStore(directory, disk=disk) as store:
+            store.save(run.contract, wait=False)
+    else:
+        with CheckpointStore(directory, disk=disk) as store:
+            pending = store.save(run.contract, wait=False)
+            with pytest.raises(PublicationError, match=operation):
+                calls[told_by](store, pending)
+            store.wait()  # not told again, here or at exit
+    assert disk.failed == 1 and [g.step for g in store.generations()] == [1]
+    assert not [name for name in store.names() if name.endswith(".tmp")]
+
+
+def test_a_failure_in_the_background_does_not_hide_that_of_the_body(directory):
+    with pytest.raises(ValueError, match="of the loop") as caught, \
+            CheckpointStore(directory, disk=Failing("fsync")) as store:
+        store.save(Run(step=1).contract, wait=False)
+        raise ValueError("of the loop")
+    assert any("fsync" in note for note in caught.value.__notes__)
+
+
+def test_nothing_is_published_when_the_lock_was_taken_away_meanwhile(directory):
+    run, disk = Run(step=1), GatedDisk()
+    with pytest.raises(CheckpointError, match="removed or exchanged"), CheckpointStore(directory, disk=disk) as store:
+        store.save(run.contract, wait=False)
+        assert disk.reached.wait(60)
+        (directory / ".lock").unlink()
+        disk.open.set()
+    assert store.generations() == []
+
+
+# The hidden snapshot
+
+
+@pytest.fixture
+def held_copy(monkeypatch):
+    "Lets the background copy begin only when the event is set."
+    from fault_tolerant_transformer_lab import staging
+    gate, copy_rest = threading.Event(), staging.Staged.copy_rest
+
+    def held(self):
+        assert gate.wait(60)
+        copy_rest(self)
+
+    monkeypatch.setattr(staging.Staged, "copy_rest", held)
+    yield gate
+    gate.set()
+
+
+def test_forward_and_backward_go_on_while_parameters_wait_to_be_copied(directory, held_copy):
+    run = Run(step=3)
+    expected = run.digest()
+    with CheckpointStore(directory) as store:
+        pending = store.save(run.contract, wait=False, overlap=True)
+        run.backward()  # changes the batch norm's buffers, and every gradient
+        run.progress.record(9.0, n_tokens=1)
+        assert run.digest() != expected
+        threading.Timer(0.2, held_copy.set).start()
+        before = time.perf_counter()
+        run.optimizer.step()  # waits for the copy
+        assert time.perf_counter() - before > 0.1
+        assert pending.result().state_digest == expected
+    assert verify(directory / generation_name(3)).state_digest == expected
+
+
+def test_a_loop_with_overlapped_saves_is_bitwise_the_loop_without(directory):
+    plain, saved, digests = Run(), Run(), []
+    with CheckpointStore(directory, keep_last=20) as store:
+        for _ in range(8):
+            plain.advance()
+            saved.advance()
+            digests.append(plain.digest())
+            store.save(saved.contract, wait=False, overlap=True)
+    assert [verify(g.path).state_digest for g in store.generations()] == digests
+
+
+@pytest.mark.parametrize("change", [
+    lambda run: run.model[0].weight.mul_(2), lambda run: run.model[2].bias.data.add_(1),
+    lambda run: run.optimizer.state[run.model[0].weight]["exp_avg"].zero_(),
+], ids=["in place", "through .data, unseen by the version counter", "optimizer state"])
+def test_a_tensor_changed_behind_the_hook_fails_the_checkpoint_and_not_the_run(directory, held_copy, change):
+    run = Run(step=2)
+    with CheckpointStore(directory) as store:
+        pending = store.save(run.contract, wait=False, overlap=True)
+        with torch.no_grad():
+            change(run)
+        held_copy.set()
+        run.advance()
+        with pytest.raises(CheckpointError, match="was changed after save"):
+            pending.result()
+        assert store.generations() == []
+        assert store.save(run.contract).step == 3
+
+
+def test_without_the_optimizer_in_the_contract_nothing_is_left_for_later(directory, held_copy):
+    run = Run(step=2)
+    contract = Contract(model=run.model)
+    expected = encode(contract.capture(step=2))
+    for _ in expected.chunks():
+        pass
+    with CheckpointStore(directory) as store:
+        pending = store.save(contract, step=2, wait=False, overlap=True)
+        with torch.no_grad():
+            run.model[0].weight.zero_()
+        held_copy.set()
+        assert pending.result().state_digest == expected.manifest.state_digest
+
+
+def test_hooks_do_not_outlive_the_store(directory):
+    run = Run(step=1)
+    with CheckpointStore(directory) as store:
+        store.save(run.contract, wait=False, overlap=True)
+        store.wait()
+        store.save(Run(step=2).contract, wait=False, overlap=True)
+        assert len(run.optimizer._optimizer_step_pre_hooks) == 1
+    assert not run.optimizer._optimizer_step_pre_hooks
+    run.advance()
+
+
+# Processes
+
+
+SAVE_AND = """
+    import os, sys, signal, threading, time
+    sys.path.insert(0, sys.argv[2])
+    from test_async_save import *
+    torch.set_num_threads(1)
+    run = Run(step=1)
+    disk = GatedDisk({name!r}, {where!r})
+    disk.open.set()
+    store = CheckpointStore(sys.argv[1], disk=disk)
+    store.__enter__()
+    store.save(run.contract)
+    disk.open.clear(); disk.reached.clear()
+    run.advance()
+    pending = store.save(run.contract, wait=False, overlap={overlap})
+    assert disk.reached.wait(60)
+"""
+
+
+def child(directory, after, name="write", where=".tmp", overlap=False):
+    code = textwrap.dedent(SAVE_AND.format(name=name, where=where, overlap=overlap)) + textwrap.dedent(after)
+    return subprocess.run([sys.executable, "-c", code, str(directory), str(Path(__file__).parent)],
+                          capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name, where", [("create", ".tmp"), ("write", ".tmp"), ("fsync", ".tmp"), ("replace", ".tmp")])
+def test_sigkill_during_a_background_save_leaves_the_earlier_one(directory, name, where):
+    done = child(directory, "os.kill(os.getpid(), signal.SIGKILL)", name, where)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with CheckpointStore(directory) as store:
+        assert [g.step for g in store.generations()] == [1] and store.latest().step == 1
+        assert not [n for n in store.names() if n.endswith(".tmp")]
+        run = Run()
+        assert store.restore(run.contract).step == 1
+        run.advance()
+        assert store.save(run.contract, wait=False).result().step == 2
+
+
+def test_an_interpreter_that_exits_publishes_what_is_under_way(directory):
+    done = child(directory, "threading.Timer(0.3, disk.open.set).start()")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert verify(directory / generation_name(2)).step == 2
+
+
+def test_an_interpreter_that_exits_tells_a_failure_that_nobody_collected(directory):
+    done = child(directory, """
+        (directory := Path(sys.argv[1]) / ".lock").unlink()
+        disk.open.set()
+    """)
+    assert "removed or exchanged" in done.stderr and not (directory / generation_name(2)).exists()
+
+
+def test_a_forked_child_neither_waits_nor_publishes_nor_tells(directory):
+    done = child(directory, """
+        def in_child():
+            for call in (lambda: store.save(run.contract), lambda: pending.result()):
+                try:
+                    call()
+                except CheckpointError as error:
+                    print("refused:", "forked child" in str(error))
+            run.advance()  # the hook must not wait for a thread that is not here
+            store.__exit__(None, None, None)
+        pid = os.fork()
+        if pid == 0:
+            in_child()
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        disk.open.set()
+        print(pending.result().step)
+        store.__exit__(None, None, None)
+    """, overlap=True)
+    assert done.stdout.split() == ["refused:", "True"] * 2 + ["2"], done.stderr
+    assert verify(directory / generation_name(2)).step == 2
+
+
+def test_an_interrupted_exit_stops_the_save_and_gives_the_lock_back_only_then(directory):
+    done = child(directory, """
+        def interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            disk.open.set()
+        threading.Timer(0.2, interrupt).start()
+        try:
+            store.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            print("interrupted", pending.done(), sorted(g.step for g in store.generations()))
+    """)
+    assert done.stdout == "interrupted True [1]\n", done.stderr
