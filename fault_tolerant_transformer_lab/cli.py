@@ -861,9 +861,9 @@ class Crashtest:
     "Kill, fail, cut and damage the store in every way there is, and count what was lost."
 
     scale: Literal["quick", "ci", "full"] = "quick"  # how much of everything is tried
-    only: Annotated[tuple[str, ...], tyro.conf.arg(
-        metavar="NAME", help=f"campaigns to run, by default all: {', '.join(CAMPAIGNS)}",
-        help_behavior_hint="(optional)")] = ()
+    only: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
+        metavar="NAME", help=f"a campaign to run, may be given several times, by default all: {', '.join(CAMPAIGNS)}",
+        help_behavior_hint="(optional)")]] = ()
     output: _OptionalPath = None  # write the report to this file (JSON)
     jobs: _Whole = 2  # processes at a time, where a campaign can use them
 

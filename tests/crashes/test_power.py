@@ -8,6 +8,7 @@ import torch
 from fault_tolerant_transformer_lab.crashes import (
     FILE_SYSTEMS,
     PEERS,
+    REAL_FAULTS,
     RECIPE,
     CuttingDisk,
     Peer,
@@ -83,7 +84,7 @@ def test_real_faults_of_the_kernel_are_told_and_cost_nothing(memory_dir, not_run
     tried = fail_really(memory_dir)
     if tried.not_run:
         not_run(tried.not_run)
-    assert tried.lost == 0 and tried.tried == 6, tried.examples
+    assert tried.lost == 0 and tried.tried == len(REAL_FAULTS) == 9, tried.examples
 
 
 def test_a_second_fsync_succeeds_over_lost_bytes(memory_dir, not_run):
