@@ -1,0 +1,620 @@
+"""Adapters: nothing changes before the first update, nothing of the base changes ever, and a resume is bit for bit."""
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint, read_manifest, verify
+from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, load_config, shipped_config
+from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, Contract, NamedGenerator
+from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
+from fault_tolerant_transformer_lab.lora import (
+    AdapterState,
+    LoraConfig,
+    LoraError,
+    LoraLinear,
+    TuningInterrupted,
+    TuningRun,
+    adapt,
+    base_digest,
+    compare_tuning,
+    export_peft,
+    gpt2_name,
+    import_peft,
+    lora_layers,
+    merge,
+    n_trainable,
+    peft_files,
+    target_layers,
+    tuning_run,
+    unmerge,
+)
+from fault_tolerant_transformer_lab.model import Transformer, n_parameters
+from fault_tolerant_transformer_lab.publication import CheckpointStore, NoCheckpointError
+from fault_tolerant_transformer_lab.training import TrainingError, TrainingRun, deterministic, train
+
+SMOKE = load_config(shipped_config("smoke"))
+TINY = ExperimentConfig(
+    vocab_size=32, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.1, seed=2712, steps=6, batch_size=2,
+    learning_rate=3e-3, checkpoint_every=2, weight_decay=0.1, grad_clip=1.0, grad_accumulation=2,
+    schedule={"kind": "cosine", "warmup_steps": 2, "horizon": 40, "floor": 0.1},
+)
+ARTIFACT = Path(__file__).parents[1] / "artifacts" / "tuning-comparison" / "comparison.json"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with deterministic(threads=1):
+        yield
+
+
+def model_of(config: ExperimentConfig = TINY, seed: int = 5) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer.from_config(config)
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in model.state_dict().items()}
+
+
+def drawn(model: nn.Module, seed: int = 0) -> nn.Module:
+    "Adapters that are away from their start."
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in lora_layers(model).values():
+            layer.lora_A.normal_(0.0, 0.3, generator=generator)
+            layer.lora_B.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+# Beside the base
+
+
+def test_counts_of_the_smoke_configuration_are_those_counted_by_hand():
+    model = model_of(SMOKE)
+    assert (n_trainable(model), n_parameters(model)) == (28_032, 28_032)
+    adapt(model, LoraConfig(), seed=0)
+    assert (n_trainable(model), n_parameters(model)) == (1_536, 29_568)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_fresh_adapter_changes_no_bit_of_the_logits(training, bf16):
+    plain = model_of()
+    adapted = copy.deepcopy(plain)
+    adapt(adapted, LoraConfig(rank=3, targets=("*",)), seed=1)
+    seen = []
+    for model in (plain.train(training), adapted.train(training)):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            seen.append(model(torch.arange(16).reshape(2, 8)).detach().view(torch.int16 if bf16 else torch.int32))
+    assert torch.equal(*seen)
+
+
+def test_adapting_draws_nothing_from_the_global_generators():
+    model = model_of()
+    before = torch.get_rng_state()
+    adapt(model, LoraConfig(), seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_adapter_depends_on_seed_and_name_and_on_nothing_else():
+    one, all_of_them, reseeded = model_of(), model_of(seed=6), model_of()
+    adapt(one, LoraConfig(targets=("*.qkv",)), seed=1)
+    adapt(all_of_them, LoraConfig(targets=("*",)), seed=1)
+    adapt(reseeded, LoraConfig(targets=("*.qkv",)), seed=2)
+    first, second, third = (model.blocks[0].attention.qkv.lora_A for model in (one, all_of_them, reseeded))
+    assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_training_changes_adapters_only_and_every_one_of_them():
+    run = TuningRun(TINY, LoraConfig(targets=("*",)))
+    before = bits(run.model)
+    for _ in range(3):
+        run.advance()
+    after = bits(run.model)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if name.endswith(("lora_A", "lora_B"))} and len(changed) == 10
+
+
+def test_the_gradient_of_an_adapter_is_that_of_the_whole_weight_seen_through_it():
+    "dA = s·BᵀG and dB = s·GAᵀ, where G is the gradient of a dense layer with the merged weight."
+    layer = LoraLinear(nn.Linear(5, 4, dtype=torch.float64), rank=2, alpha=3.0, generator=torch.Generator())
+    with torch.no_grad():
+        layer.lora_B.normal_()
+    dense = nn.Linear(5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        dense.weight.copy_(layer.weight + 1.5 * layer.lora_B @ layer.lora_A)
+        dense.bias.copy_(layer.bias)
+    x = torch.randn(7, 5, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    dense(x).square().sum().backward()
+    torch.testing.assert_close(layer.lora_A.grad, 1.5 * layer.lora_B.detach().T @ dense.weight.grad)
+    torch.testing.assert_close(layer.lora_B.grad, 1.5 * dense.weight.grad @ layer.lora_A.detach().T)
+
+
+@pytest.mark.parametrize("targets, found", [
+    (("*.qkv",), ["blocks.0.attention.qkv"]),
+    (("*.projection",), ["blocks.0.attention.projection", "blocks.0.mlp.projection"]),
+    (LoraConfig().targets, ["blocks.0.attention.qkv", "blocks.0.attention.projection"]),
+    (("head", "*.mlp.expand"), ["blocks.0.mlp.expand", "head"]),
+])
+def test_patterns_are_matched_against_whole_names(targets, found):
+    assert target_layers(model_of(), targets) == found
+
+
+@pytest.mark.parametrize("targets", [("qkv",), ("*.qkv", "*.nothing"), ("blocks.0.attention",), ("*norm",), ("*.QKV",)])
+def test_a_pattern_that_fits_no_linear_layer_is_refused_with_the_model_unchanged(targets):
+    model = model_of()
+    with pytest.raises(ConfigError, match="targets: expected patterns that fit a linear layer"):
+        adapt(model, LoraConfig(targets=targets), seed=0)
+    assert not lora_layers(model) and n_trainable(model) == n_parameters(model)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("rank", 0), ("rank", 2.5), ("rank", True), ("alpha", 0), ("alpha", -1.0), ("alpha", float("nan")),
+    ("targets", ()), ("targets", "qkv"), ("targets", ("",)),
+])
+def test_settings_that_make_no_sense_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=rf"{field}.*: expected"):
+        LoraConfig(**{field: value})
+
+
+# Merged
+
+
+WEIGHTS = st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(WEIGHTS, min_size=12, max_size=12), st.lists(WEIGHTS, min_size=10, max_size=10),
+       st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_unmerge_gives_back_the_bits_whatever_they_were(weight, factors, dtype):
+    model = nn.Sequential(nn.Linear(3, 4, dtype=dtype)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor(weight, dtype=dtype).reshape(4, 3))
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    with torch.no_grad():
+        model[0].lora_A.copy_(torch.tensor(factors[:3], dtype=dtype).reshape(1, 3))
+        model[0].lora_B.copy_(torch.tensor(factors[3:7], dtype=dtype).reshape(4, 1))
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    before = model[0].weight.detach().view(integers).clone()
+    merge(model)
+    unmerge(model)
+    assert torch.equal(model[0].weight.detach().view(integers), before)
+
+
+def test_not_a_number_and_negative_zero_come_back_as_the_bits_they_were():
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    payload = torch.tensor([[0x7FC0BEEF, -0x80000000], [0x7F800000, 1]], dtype=torch.int64).to(torch.int32)
+    with torch.no_grad():
+        model[0].weight.view(torch.int32).copy_(payload)
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    drawn(model)
+    merge(model)
+    unmerge(model)
+    assert torch.equal(model[0].weight.detach().view(torch.int32), payload)
+
+
+def test_a_merged_model_computes_the_same_within_the_stated_tolerance_and_more_in_float64():
+    model = drawn(model_of().eval())
+    adapt(model, LoraConfig(targets=("*.attention.*", "*.mlp.*")), seed=0)
+    drawn(model)
+    tokens = torch.arange(32).reshape(4, 8)
+    for wide in (False, True):
+        model = model.double() if wide else model
+        with torch.no_grad():
+            apart = model(tokens)
+            merge(model)
+            together = model(tokens)
+            unmerge(model)
+        torch.testing.assert_close(together, apart, rtol=1e-13 if wide else 1e-5, atol=1e-14 if wide else 1e-6)
+        assert not wide or torch.equal(together.float(), apart.float())
+
+
+def test_a_base_from_which_adapters_were_subtracted_is_another_base():
+    "The approach that was rejected, so that the test above is known to be able to fail."
+    model = model_of(SMOKE)
+    weight = model.blocks[0].attention.qkv.weight.detach()
+    before = weight.clone()
+    product = 2 * torch.randn(96, 4) @ torch.randn(4, 32)
+    changed = ((weight + product) - product != before).float().mean()
+    assert changed > 0.5
+
+
+def test_a_merged_model_is_used_and_nothing_else():
+    model = model_of()
+    adapt(model, LoraConfig(), seed=0)
+    adapters, tokens = AdapterState(drawn(model)), torch.arange(8).reshape(1, 8)
+    merge(model)
+    model.eval()(tokens)
+    for refused in (partial(merge, model), partial(AdapterState, model), partial(base_digest, model),
+                    partial(peft_files, model), partial(model.train(), tokens)):
+        with pytest.raises(LoraError, match=r"unmerge\(model\)"):
+            refused()
+    with torch.no_grad():
+        model(tokens)  # without gradients the training mode is only a mode
+        adapters.get_parameter("blocks.0.attention.qkv.lora_B").add_(1.0)
+        with pytest.raises(LoraError, match="changed since"):
+            model(tokens)
+    unmerge(model)
+    model(tokens).sum().backward()
+
+
+def test_a_restore_under_a_merged_model_is_noticed_at_its_next_use(tmp_path):
+    model = model_of()
+    adapt(model, LoraConfig(), seed=0)
+    contract = Contract(adapters=AdapterState(model))
+    with CheckpointStore(tmp_path) as store:
+        store.save(contract, step=0)
+        drawn(model)
+        merge(model.eval())
+        store.restore(contract)
+    with pytest.raises(LoraError, match="changed since"):
+        model(torch.arange(8).reshape(1, 8))
+
+
+# Saved
+
+
+def test_a_checkpoint_of_adapters_holds_them_and_their_moments_and_nothing_of_the_base(tmp_path):
+    run = TuningRun(SMOKE, LoraConfig())
+    run.advance()
+    with CheckpointStore(tmp_path) as store:
+        path = store.save(run.contract).path
+    manifest = verify(path)
+    layers = [f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("qkv", "projection")]
+    assert {name for name in manifest.tensors if name.startswith("adapters.")} == {
+        f"adapters.{layer}.lora_{part}" for layer in layers for part in "AB"}
+    moments = [e for name, e in manifest.tensors.items() if name.startswith("optimizer.") and "exp_avg" in name]
+    assert sum(entry.n_bytes for entry in moments) == 2 * 4 * 1_536
+    assert set(manifest.tree()) == {"adapters", "optimizer", "progress", "rng"}
+
+
+def test_one_bit_of_the_base_is_enough_to_refuse_its_adapters(tmp_path):
+    def contract_on(flip: bool) -> Contract:
+        model = model_of()
+        if flip:
+            model.norm.bias.data.view(torch.int32)[3] ^= 1
+        adapt(model, LoraConfig(), seed=0)
+        return Contract(identity={"base": base_digest(model)}, adapters=AdapterState(model))
+
+    with CheckpointStore(tmp_path) as store:
+        store.save(contract_on(False), step=1)
+        store.restore(contract_on(False))
+        with pytest.raises(CheckpointMismatchError, match="base: checkpoint [0-9a-f]{64}, requested [0-9a-f]{64}"):
+            store.restore(contract_on(True))
+
+
+def test_the_digest_of_a_base_covers_values_names_and_buffers_and_no_adapter():
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    first = base_digest(plain)
+    adapted = copy.deepcopy(plain)
+    adapt(adapted, LoraConfig(targets=("0",)), seed=0)
+    assert base_digest(drawn(adapted)) == first
+    moved, renamed, minus = copy.deepcopy(plain), nn.Sequential(), copy.deepcopy(plain)
+    moved[1].running_mean += 1
+    renamed.add_module("zero", plain[0])
+    renamed.add_module("1", plain[1])
+    minus[0].bias.data.zero_()
+    plus = copy.deepcopy(minus)
+    plus[0].bias.data.neg_()
+    assert len({first, base_digest(moved), base_digest(renamed), base_digest(minus), base_digest(plus)}) == 5
+
+
+def test_whatever_else_trains_beside_the_adapters_is_saved_with_them():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    adapt(model, LoraConfig(targets=("0",)), seed=0)
+    model[2].requires_grad_(True)
+    assert set(AdapterState(model).state_dict()) == {
+        "0.lora_A", "0.lora_B", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias"}
+
+
+def test_a_restore_fills_the_model_and_not_a_copy(tmp_path):
+    model = drawn(model_of_adapted(), seed=1)
+    contract = Contract(identity={"base": base_digest(model)}, adapters=AdapterState(model))
+    expected = bits(model)
+    with CheckpointStore(tmp_path) as store:
+        store.save(contract, step=0)
+        drawn(model, seed=2)
+        assert bits(model) != expected
+        store.restore(contract)
+    assert bits(model) == expected
+
+
+def model_of_adapted() -> Transformer:
+    model = model_of()
+    adapt(model, LoraConfig(), seed=0)
+    return model
+
+
+def test_other_settings_of_the_adapters_are_drift(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        store.save(TuningRun(TINY, LoraConfig()).contract)
+        with pytest.raises(CheckpointMismatchError, match=r"lora\.alpha: checkpoint 8\.0, requested 4\.0"):
+            store.restore(TuningRun(TINY, LoraConfig(alpha=4.0)).contract)
+        with pytest.raises(CheckpointMismatchError, match=r"lora\.rank: checkpoint 4, requested 2"):
+            store.restore(TuningRun(TINY, LoraConfig(rank=2)).contract)
+
+
+# Resumed
+
+
+def test_a_lora_run_is_resumed_bit_for_bit_after_sigkill_and_misses_every_participant():
+    make_run = partial(tuning_run, config=TINY.replace(dropout=0.2), lora=LoraConfig())
+    proof = prove_restart(make_run, steps=4, interrupt_at=[2, 3], how="sigkill", save_every=2, jobs=2,
+                          boundaries=["after_backward", "during_write"], progress_bar=False)
+    proof.raise_if_different()
+    assert len(proof.rows) > 5 and {row.outcome for row in proof.rows} == {"equal"}
+    assert {one.participant: one.outcome for one in proof.knockouts} == dict.fromkeys(
+        ("adapters", "optimizer", "progress", "rng"), "caught")
+
+
+def adapters_alone(directory: Path) -> TuningRun:
+    "A run that saves what a file of adapters usually holds."
+    run = TuningRun(TINY.replace(dropout=0.0), LoraConfig())
+    parts = run.contract.participants
+    run.contract = Contract(adapters=parts["adapters"], progress=parts["progress"])
+    return run
+
+
+def test_weights_of_adapters_alone_are_no_restart():
+    proof = prove_restart(adapters_alone, steps=4, interrupt_at=[2], in_process=True, knock_out=False,
+                          progress_bar=False)
+    assert proof.verdict is Verdict.DIVERGENT
+    [found] = [row.divergence for row in proof.rows if row.divergence]
+    assert found.step == 3 and "adapters.blocks.0.attention" in str(found)
+
+
+def test_the_full_arm_is_the_run_that_train_does(tmp_path):
+    result = train(TINY, tmp_path / "train", progress_bar=False)
+    arm = compare_tuning(TINY).arms["full"]
+    assert arm.state_digest == result.state_digest and arm.losses[-1] == result.final_loss
+
+
+# Compared
+
+
+def test_the_arms_begin_alike_and_part_at_the_second_step():
+    comparison = compare_tuning(TINY)
+    full, lora = comparison.arms["full"], comparison.arms["lora"]
+    assert full.losses[0] == lora.losses[0] and full.losses[1] != lora.losses[1]
+    assert full.base_digest == lora.base_digest == base_digest(TrainingRun(TINY).model)
+    assert full.batch_digest == lora.batch_digest and full.state_digest != lora.state_digest
+    assert lora.checkpoint_bytes < full.checkpoint_bytes
+    plain = json.loads(json.dumps(comparison.to_plain(), allow_nan=False))
+    assert plain["shared_start"]["initial_loss"] == plain["arms"]["lora"]["initial_loss"] == full.losses[0]
+    assert "trainable parameters  3,952 of 3,952    384 of 4,336\n" in comparison.table()
+
+
+@pytest.mark.parametrize("part", ["base", "batches"])
+def test_arms_that_do_not_begin_alike_are_no_comparison(monkeypatch, part):
+    original = TuningRun.__init__
+
+    def altered(run, config, lora, *rest):
+        original(run, config, lora, *rest)
+        if lora is not None and part == "base":
+            run.base_digest = base_digest(model_of(seed=9))
+        if lora is not None and part == "batches":
+            run.batches.seed += 1
+
+    monkeypatch.setattr(TuningRun, "__init__", altered)
+    told = {"base": "base_digest", "batches": "batch_digest"}[part]
+    with pytest.raises(TrainingError, match=f"{told}: expected the same for both arms"):
+        compare_tuning(TINY)
+
+
+def test_an_adapter_that_is_no_no_op_at_the_start_is_noticed(monkeypatch):
+    original = TuningRun.__init__
+
+    def altered(run, *arguments):
+        original(run, *arguments)
+        drawn(run.model)
+
+    monkeypatch.setattr(TuningRun, "__init__", altered)
+    with pytest.raises(TrainingError, match="loss of the first step"):
+        compare_tuning(TINY)
+
+
+def test_a_wrong_pattern_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ConfigError, match="targets"):
+        compare_tuning(TINY, targets=["*.attention.q"], directory=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def compare_in_child(folder: Path, sent: str, at: int) -> subprocess.CompletedProcess[str]:
+    "Run the comparison in a process that gets a signal when it completes the given step, counted over both arms."
+    program = textwrap.dedent("""
+        import json, os, signal, sys
+        from pathlib import Path
+        import torch
+        from fault_tolerant_transformer_lab.config import ExperimentConfig
+        from fault_tolerant_transformer_lab.lora import compare_tuning
+
+        torch.set_num_threads(1)
+        folder, sent, at, config = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+        seen = []
+
+        def on_boundary(name, step):
+            if name == "after_update":
+                seen.append(step)
+                if len(seen) == at:
+                    os.kill(os.getpid(), getattr(signal, sent))
+
+        compare_tuning(ExperimentConfig(**config), directory=folder, on_boundary=on_boundary)
+    """)
+    return subprocess.run([sys.executable, "-c", program, str(folder), sent, str(at), json.dumps(TINY.describe())],
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+
+
+def test_both_arms_killed_and_gone_on_with_end_bitwise_equal(tmp_path):
+    expected = compare_tuning(TINY)
+    # the full arm dies in its step 3, after the checkpoint of step 2; the other dies 4 + 5 steps later, after that of 4
+    for at in (3, 4 + 5):
+        assert compare_in_child(tmp_path, "SIGKILL", at).returncode == -signal.SIGKILL
+    found = compare_tuning(TINY, directory=tmp_path)
+    assert [arm.resumed_from for arm in found.arms.values()] == [6, 4]
+    for name, arm in found.arms.items():
+        assert arm.state_digest == expected.arms[name].state_digest and arm.losses == expected.arms[name].losses
+        direct = compare_state(expected.arms[name].state_digest, tmp_path / name / "checkpoints")
+        assert direct
+
+
+def compare_state(digest: str, checkpoints: Path) -> bool:
+    "Whether the newest file verifies and holds the state."
+    newest = max(checkpoints.glob("step-*.safetensors"))
+    return verify(newest).state_digest == digest
+
+
+def test_a_signal_saves_the_arm_under_way_and_says_how_to_go_on(tmp_path):
+    stopped = compare_in_child(tmp_path, "SIGTERM", 6 + 3)
+    assert "TuningInterrupted: SIGTERM after step 3 of an arm: saved as" in stopped.stderr
+    assert "repeat it with the same folder to go on" in stopped.stderr
+    newest = max((tmp_path / "lora" / "checkpoints").glob("step-*.safetensors"))
+    assert read_manifest(newest).step == 3
+    found = compare_tuning(TINY, directory=tmp_path)
+    assert [(arm.resumed_from, arm.steps_timed) for arm in found.arms.values()] == [(6, 0), (3, 3)]
+    assert found.arms["lora"].state_digest == compare_tuning(TINY).arms["lora"].state_digest
+
+
+def test_a_finished_comparison_is_read_again_and_a_longer_one_goes_on(tmp_path):
+    first = compare_tuning(TINY, directory=tmp_path)
+    again = compare_tuning(TINY, directory=tmp_path)
+    assert [arm.steps_timed for arm in again.arms.values()] == [0, 0]
+    same = ("losses", "state_digest", "batch_digest", "base_digest", "checkpoint_bytes", "state_bytes")
+    assert all(getattr(again.arms[name], fact) == getattr(first.arms[name], fact) for name in first.arms
+               for fact in same)
+    longer = compare_tuning(TINY.replace(steps=8), directory=tmp_path)
+    assert [len(arm.losses) for arm in longer.arms.values()] == [8, 8]
+    with pytest.raises(TrainingError, match="at most 6 steps, found one of 8"):
+        compare_tuning(TINY, directory=tmp_path)
+    with pytest.raises(CheckpointMismatchError, match=r"lora\.rank"):
+        compare_tuning(TINY.replace(steps=8), directory=tmp_path, rank=2)
+
+
+def test_nothing_is_started_over_silently(tmp_path):
+    compare_tuning(TINY, directory=tmp_path)
+    for path in (tmp_path / "lora" / "checkpoints").glob("step-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(NoCheckpointError, match="none can be used"):
+        compare_tuning(TINY, directory=tmp_path)
+
+
+def test_the_interruption_says_so_where_nothing_was_saved():
+    told = str(TuningInterrupted(signal.SIGINT, None, 0))
+    assert told == ("SIGINT after step 0 of an arm: no step of it was completed; repeat it with the same folder to go "
+                    "on")
+
+
+def test_the_committed_artifact_is_what_the_comparison_gives():
+    committed = json.loads(ARTIFACT.read_text())
+    found = compare_tuning(SMOKE).to_plain()
+    assert committed.keys() == found.keys()
+    for name in ("config", "fingerprint", "lora"):
+        assert committed[name] == found[name]
+    for arm, counts in {"full": (28_032, 28_032), "lora": (1_536, 29_568)}.items():
+        there, here = committed["arms"][arm], found["arms"][arm]
+        assert there.keys() == here.keys()
+        assert (there["trainable_parameters"], there["total_parameters"]) == counts
+        assert there["state_bytes"] == here["state_bytes"]
+        assert there["losses"] == pytest.approx(here["losses"], abs=1e-3)
+        assert (there["resumed_from"], there["steps_timed"]) == (None, 8)
+    assert committed["shared_start"]["batch_digest"] == found["shared_start"]["batch_digest"]  # integers: any machine
+    if committed["environment"] == found["environment"]:
+        for arm in ("full", "lora"):
+            assert committed["arms"][arm]["state_digest"] == found["arms"][arm]["state_digest"]
+    assert not re.search(r"/tmp/|/work/|/home/", ARTIFACT.read_text())
+
+
+# Exchanged
+
+
+def test_files_for_peft_are_read_back_and_belong_to_their_base(tmp_path):
+    model = drawn(model_of_adapted())
+    for layout in ("lab", "gpt2"):
+        export_peft(model, tmp_path / layout, layout=layout)
+        fresh = model_of()
+        assert import_peft(fresh, tmp_path / layout, layout=layout).rank == 4
+        assert bits(fresh) == bits(model)
+        with pytest.raises(LoraError, match="expected adapters of this base"):
+            import_peft(model_of(seed=6), tmp_path / layout, layout=layout)
+        import_peft(model_of(seed=6), tmp_path / layout, layout=layout, allow_other_base=True)
+
+
+def test_gpt2_has_a_name_for_every_module_of_the_model_and_for_no_other():
+    names = {name.rpartition(".")[0] for name, _ in model_of(SMOKE).named_parameters()}
+    assert len({gpt2_name(name) for name in names}) == len(names) == 15
+    for odd in ("blocks.0", "blocks.x.attention.qkv", "blocks.0.attention.query", "encoder", ""):
+        with pytest.raises(LoraError, match="expected a module that GPT-2 has too"):
+            gpt2_name(odd)
+
+
+@pytest.mark.parametrize("change", [
+    lambda config, tensors: config.update(r=3),
+    lambda config, tensors: config.update(r="4"),
+    lambda config, tensors: config.pop("lora_alpha"),
+    lambda config, tensors: config.update(peft_type="IA3"),
+    lambda config, tensors: config.update(a_later_switch=True),
+    lambda config, tensors: tensors.popitem(),
+    lambda config, tensors: tensors.clear(),
+    lambda config, tensors: tensors.update({"base_model.model.blocks.0.attention.qkv.lora_magnitude_vector":
+                                            torch.zeros(48)}),
+    lambda config, tensors: tensors.update({name: torch.zeros(4, 4) for name in tensors}),
+])
+def test_a_file_that_does_not_fit_is_refused_with_the_model_unchanged(tmp_path, change):
+    from safetensors.torch import load, save
+
+    files = peft_files(model_of_adapted())
+    config, tensors = json.loads(files["adapter_config.json"]), load(files["adapter_model.safetensors"])
+    change(config, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(save(tensors))
+    model = model_of()
+    with pytest.raises(LoraError, match="expected"):
+        import_peft(model, tmp_path)
+    assert not lora_layers(model) and n_trainable(model) == n_parameters(model)
+
+
+@pytest.mark.parametrize("data", [b"", b"not a tensor file", b"\xff" * 64])
+def test_what_is_no_file_of_tensors_is_refused(tmp_path, data):
+    (tmp_path / "adapter_config.json").write_bytes(peft_files(model_of_adapted())["adapter_config.json"])
+    (tmp_path / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(LoraError, match=r"adapter_model\.safetensors"):
+        import_peft(model_of(), tmp_path)
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path):
+    export_peft(model_of_adapted(), tmp_path / "real")
+    (tmp_path / "linked").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "real" / name)
+    with pytest.raises(TrainingError, match="symbolic link"):
+        import_peft(model_of(), tmp_path / "linked")
+
+
+def test_a_generator_of_ones_own_takes_part_beside_adapters(tmp_path):
+    "The participants of the contract are any; adapters are one among them."
+    model = model_of_adapted()
+    generator = torch.Generator().manual_seed(1)
+    contract = Contract(adapters=AdapterState(model), draws=NamedGenerator(generator))
+    with CheckpointStore(tmp_path) as store:
+        published = store.save(contract, step=0)
+        expected = torch.rand(3, generator=generator)
+        store.restore(contract)
+    assert torch.equal(torch.rand(3, generator=generator), expected)
+    with open_checkpoint(published.path) as saved:
+        assert set(saved.tree) == {"adapters", "draws"}
