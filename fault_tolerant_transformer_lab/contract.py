@@ -7,7 +7,7 @@ __all__ = ['TreePath', 'State', 'MAX_STATE_DEPTH', 'DTYPES', 'TensorKey', 'Check
            'CheckpointMismatchError', 'EnvironmentMismatchError', 'format_path', 'walk', 'state_tree', 'tensor_key',
            'StoredTensor', 'MemoryTensor', 'Segment', 'Snapshot', 'SavedState', 'map_tensors', 'freeze', 'Stateful',
            'Progress', 'RandomGenerators', 'generators_undisturbed', 'NamedGenerator', 'environment_identity',
-           'Contract']
+           'PlainState', 'Accumulation', 'ModuleFlags', 'Contract']
 
 # %% ../nbs/03_contract.ipynb #cell-003
 import hashlib
@@ -922,6 +922,13 @@ def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any
         if not key.startswith("_"):  # torch's private bookkeeping changes between its releases
             sides = ("present", ABSENT) if key in saved else (ABSENT, "present")
             yield Drift(f"{name}.{key}", *sides)
+    # SequentialLR and ChainedScheduler hold others, whose kinds and number must be the same too.
+    here, there = (side.get("_schedulers") or [] for side in (live, saved))
+    if len(here) != len(there):
+        yield Drift(f"{name}._schedulers", f"{len(there)} schedulers", f"{len(here)} schedulers")
+        return
+    for index, (live_inner, saved_inner) in enumerate(zip(here, there, strict=True)):
+        yield from _key_differences(f"{name}._schedulers[{index}]", live_inner, saved_inner)
 
 
 def _differences(name: str, participant: Any, saved: State, same_torch: bool = True) -> list[Drift]:
@@ -1042,12 +1049,24 @@ def _load(name: str, participant: Any, saved: State, live: State) -> None:
     state = filling.tree(saved, live)  # what this raises is a reader's error, and stays it
     if filling.complete and isinstance(participant, torch.nn.Module) and _loads_as_torch_does(participant):
         return  # torch would copy each tensor onto itself, in a time quadratic in the number of layers side by side
+    is_optimizer = isinstance(participant, torch.optim.Optimizer) and _loads_as_torch_does(participant)
+    groups = [dict(group) for group in participant.param_groups] if is_optimizer else []
     try:
         participant.load_state_dict(state)
     except Exception as error:
         raise ContractError(f"{name}: load_state_dict() raised {type(error).__name__}: {error}") from error
-    if _loads_as_torch_does(participant) and isinstance(participant, torch.optim.Optimizer):
+    if is_optimizer:
         _keep_dtypes(participant, state)
+        for group, given, before in zip(participant.param_groups, state["param_groups"], groups, strict=True):
+            group |= {key: _keep_tensors(value, given[key], before.get(key)) for key, value in group.items()
+                      if key in given and key != "params"}
+
+
+def _keep_tensors(loaded: Any, given: Any, live: Any) -> Any:
+    "A group's value in the live tensor that was filled, not in torch's copy: a caller or a CUDA graph holds the first."
+    if type(given) is tuple and type(live) is tuple and len(loaded) == len(given) == len(live):
+        return tuple(_keep_tensors(*each) for each in zip(loaded, given, live, strict=True))
+    return live if isinstance(given, Tensor) and isinstance(live, Tensor) and _is_same(given, live) else loaded
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -1102,6 +1121,178 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
 # %% ../nbs/03_contract.ipynb #cell-117
+class PlainState:
+    "The attributes of any object as a participant: counters, best values, lists, tensors."
+
+    def __init__(
+        self,
+        obj: object,  # whose attributes are state; a restore sets them on this very object
+        fields: str | Iterable[str] | None = None,  # their names; None takes every instance attribute, also later ones
+    ) -> None:
+        "Raises `ContractError` where a field is not there, or cannot be set."
+        self.obj = obj
+        self.fields = None if fields is None else _settable(obj, [fields] if isinstance(fields, str) else list(fields))
+        if self.fields is None and not hasattr(obj, "__dict__"):
+            raise ContractError(f"PlainState: {_named(obj)} has no instance attributes to take; name them with fields=")
+
+    def state_dict(self) -> dict[str, Any]:
+        "The attributes by name."
+        return {name: getattr(self.obj, name) for name in (vars(self.obj) if self.fields is None else self.fields)}
+
+    def validate_capture(self) -> None:
+        "Raise where an attribute is a parameter, which would come back as a tensor that no gradient reaches."
+        for path, leaf in walk(self.state_dict()):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
+                raise ContractError(f"{format_path(path)} is a tensor that requires a gradient: keep it in a module, "
+                                    "and make that a participant")
+
+    def validate_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave; tensors need not be loaded
+    ) -> None:
+        "Raise where the state has other fields, and change nothing."
+        if self.fields is not None and set(self.fields) != state.keys():
+            raise ContractError(f"expected the fields {', '.join(self.fields)}, the checkpoint has {', '.join(state)}; "
+                                "name those of the checkpoint's run")
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave
+    ) -> None:
+        "Set the attributes; those that the checkpoint's run did not have yet are taken away."
+        self.validate_state_dict(state)
+        for name, value in state.items():
+            here = getattr(self.obj, name, None)
+            if not (isinstance(here, Tensor) and isinstance(value, Tensor) and _is_same(value, here)):
+                setattr(self.obj, name, value)
+        for name in list(vars(self.obj) if self.fields is None else ()):
+            if name not in state:
+                delattr(self.obj, name)
+
+
+def _settable(obj: object, names: list[str]) -> list[str]:
+    "The names, after each has been found to be an attribute that a restore can set."
+    if not names:
+        raise ContractError("PlainState: expected at least one field, got none; without fields= it takes them all")
+    for name in names:
+        try:
+            setattr(obj, name, getattr(obj, name))
+        except (AttributeError, TypeError) as error:
+            raise ContractError(f"PlainState: expected {_named(obj)} with an attribute {shown(name)} that can be set: "
+                                f"{error}; name attributes that are there from the start, and not read-only") from error
+    return names
+
+# %% ../nbs/03_contract.ipynb #cell-122
+class Accumulation:
+    "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
+
+    def __init__(
+        self,
+        module: torch.nn.Module,  # whose parameters gather the gradients
+        *,
+        every: int,  # micro-batches to an update
+        save: bool = True,  # whether a checkpoint may fall between micro-batches; False refuses it
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ContractError(f"every: expected a number of micro-batches, an int of 1 or more, got {shown(every)}")
+        self.module, self.every, self.save = module, every, save
+        self.done = 0  # micro-batches since the last update
+
+    def add(self) -> bool:  # whether the update is due; after it, clear the gradients: optimizer.zero_grad()
+        "Count one micro-batch. Call it after each backward pass."
+        self.done = (self.done + 1) % self.every
+        return self.done == 0
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(_unwrapped(self.module).named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        "The count and every gradient that there is, by its parameter's name."
+        gradients = {name: parameter.grad for name, parameter in self._parameters().items()}
+        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        return {"every": self.every, "done": self.done, "gradients": present}
+
+    def validate_capture(self) -> None:
+        "Raise where a checkpoint taken now would lose gradients."
+        if self.done and not self.save:
+            raise ContractError(f"{self.done} of {self.every} micro-batches are in, and their gradients would be lost: "
+                                "capture after the update, or save them with Accumulation(..., save=True)")
+        stray = [] if self.done else [name for name, grad in self.state_dict()["gradients"].items() if grad.any()]
+        if stray:
+            names = ", ".join(stray[:3] + ["..."] * (len(stray) > 3))
+            raise ContractError(f"no micro-batch is counted, but {names} have gradients: call add() after each "
+                                "backward pass, and zero_grad() after each update")
+
+    def validate_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave; tensors need not be loaded
+    ) -> None:
+        "Raise where the state is that of another accumulation or module, and change nothing."
+        done, gradients = state.get("done"), state.get("gradients")
+        if state.get("every") != self.every:
+            raise ContractError(f"expected {self.every} micro-batches to an update, the checkpoint has "
+                                f"{shown(state.get('every'))}; use the number of the checkpoint's run")
+        if type(done) is not int or not 0 <= done < self.every or type(gradients) is not dict:
+            raise ContractError(f"expected a count below {self.every} and gradients, the checkpoint has {shown(done)}")
+        here = self._parameters()
+        for name, gradient in gradients.items():
+            if _leaf_text(gradient) != _leaf_text(here.get(name)):
+                raise ContractError(f"gradients.{name}: expected {_leaf_text(here.get(name))}, the checkpoint has "
+                                    f"{_leaf_text(gradient)}; build the module as the checkpoint's run did")
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave
+    ) -> None:
+        "Go on in the middle of the update; gradients that the checkpoint lacks are taken away."
+        self.validate_state_dict(state)
+        self.done = state["done"]
+        for name, parameter in self._parameters().items():
+            gradient = state["gradients"].get(name)
+            if gradient is None or parameter.grad is None or not _is_same(gradient, parameter.grad):
+                # A gradient lies where its parameter does, and as its parameter does.
+                parameter.grad = None if gradient is None else torch.empty_like(parameter.detach()).copy_(gradient)
+
+# %% ../nbs/03_contract.ipynb #cell-126
+class ModuleFlags:
+    "Which parameters train and which modules are in training mode, as a participant."
+
+    def __init__(
+        self,
+        module: torch.nn.Module,  # whose flags, and those of everything in it, are state
+    ) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, dict[str, bool]]:
+        "Both flags by name; the module itself has the name ''."
+        module = _unwrapped(self.module)
+        return {"requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+                "training": {name: part.training for name, part in module.named_modules()}}
+
+    def validate_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave
+    ) -> None:
+        "Raise where the state is that of another module, and change nothing."
+        for kind, here in self.state_dict().items():
+            there = state.get(kind)
+            if type(there) is not dict or there.keys() != here.keys() or {*map(type, there.values())} - {bool}:
+                raise ContractError(f"{kind}: expected a flag for each of {shown(sorted(here))}, the checkpoint has "
+                                    f"{shown(there)}; build the module as the checkpoint's run did")
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave
+    ) -> None:
+        "Set every flag."
+        self.validate_state_dict(state)
+        module = _unwrapped(self.module)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(state["requires_grad"][name])
+        for name, part in module.named_modules():
+            part.training = state["training"][name]
+
+# %% ../nbs/03_contract.ipynb #cell-129
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1140,7 +1331,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-120
+# %% ../nbs/03_contract.ipynb #cell-132
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1173,7 +1364,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-123
+# %% ../nbs/03_contract.ipynb #cell-135
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1198,7 +1389,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-126
+# %% ../nbs/03_contract.ipynb #cell-138
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1242,7 +1433,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-129
+# %% ../nbs/03_contract.ipynb #cell-141
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1276,7 +1467,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-132
+# %% ../nbs/03_contract.ipynb #cell-144
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1292,11 +1483,20 @@ def _capture(contract: Contract, step: int | None) -> Snapshot:
     for name, participant in participants.items():
         if isinstance(participant, torch.nn.Module):
             _refuse_expanded(name, states[name])
+        _ask_to_capture(name, participant)
     environment = contract.environment()
     contract._lineage = _continued(contract.lineage, step, environment)
     return Snapshot(step=step, tokens_seen=getattr(_progress(participants), "tokens_seen", None),
                     tree={name: states[name] for name in participants}, description=contract.description(),
                     identity=contract.identity(), environment=environment, lineage=contract._lineage)
+
+
+def _ask_to_capture(name: str, participant: Any) -> None:
+    if callable(validate := getattr(participant, "validate_capture", None)):
+        try:
+            validate()
+        except ContractError as error:
+            raise ContractError(f"{name}: {error}") from error
 
 
 def _refuse_expanded(name: str, state: State) -> None:
@@ -1312,7 +1512,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-135
+# %% ../nbs/03_contract.ipynb #cell-147
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1364,7 +1564,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-139
+# %% ../nbs/03_contract.ipynb #cell-151
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}
