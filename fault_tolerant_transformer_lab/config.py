@@ -504,7 +504,25 @@ class ExperimentConfig(FrozenConfig):
         Expected('"fp32" or "bf16"'),
         Mark("identity", "of the forward pass; bf16 by autocast", "rounds every activation", "fp32"),
     ] = "fp32"
+    ema_decay: Annotated[
+        _BelowOne | None,
+        Expected("a number of at least 0 and below 1, or null"),
+        Mark("identity", "decay of an average of the weights; null for none", "decides the average that is kept", 0.99,
+             since="0.2"),
+    ] = None
     keep_last: Annotated[_Count, Mark("operation", "newest checkpoints kept", "deletes only older ones", 2)] = 2
+    checkpoint_mode: Annotated[
+        Literal["sync", "async", "overlapped"],
+        Expected('"sync", "async" or "overlapped"'),
+        Mark("operation", "whether training waits for the write, for one copy in memory, or for hardly anything",
+             "the bytes are those of the step", "async"),
+    ] = "sync"
+    on_save_error: Annotated[
+        Literal["stop", "continue"],
+        Expected('"stop" or "continue"'),
+        Mark("operation", "what a failed save does to a run that has an earlier checkpoint; the last save always stops",
+             "saving changes nothing", "continue"),
+    ] = "stop"
     eval_every: Annotated[
         _CountOrZero, Mark("operation", "steps between evaluations; 0 for never", "evaluation changes no state", 4)
     ] = 0
@@ -692,7 +710,7 @@ def parse_overrides(
 
 # %% ../nbs/00_config.ipynb #cell-093
 def shipped_config(
-    name: str,  # "smoke" or "pydoc-cpu"
+    name: str,  # "smoke", "pydoc-cpu" or "pydoc-full-state"
 ) -> Path:  # for `load_config`
     "The file of an experiment that ships with the package. ConfigError where there is none of that name."
     folder = Path(str(files("fault_tolerant_transformer_lab"))) / "configs"

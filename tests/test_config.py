@@ -50,6 +50,7 @@ SMOKE = {
 GOLDEN = {
     "smoke": "b5ce717733637e3f604501f4fe4804de74da1e54231d7ce8a8461ff059396742",
     "pydoc-cpu": "53071963ef690a2a26ce18c6f26596dc9c652efcbc5ee75c50b8735c6d7cc6c3",
+    "pydoc-full-state": "fa7946654985c521059edbc594efe103ac35eb1bfec2c5f2347ba3c6eca4df39",
 }
 
 leaves = st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -224,7 +225,8 @@ def test_the_smoke_file_holds_exactly_the_eleven_fields():
 def test_every_field_has_one_role():
     assert set(IDENTITY_FIELDS) | set(OPERATION_FIELDS) == set(ExperimentConfig.model_fields)
     assert not set(IDENTITY_FIELDS) & set(OPERATION_FIELDS)
-    assert OPERATION_FIELDS == ("steps", "checkpoint_every", "keep_last", "eval_every", "log_every")
+    assert OPERATION_FIELDS == ("steps", "checkpoint_every", "keep_last", "checkpoint_mode", "on_save_error",
+                                "eval_every", "log_every")
     assert all(field.mark.reason and field.mark.meaning for field in config_fields())
     with pytest.raises(ConfigError, match="did you mean learning_rate"):
         role_of("learning_rat")
@@ -235,6 +237,14 @@ def test_every_field_has_one_role():
 class NextRelease(ExperimentConfig):
     z_loss: Annotated[float, Expected("a number"), Mark("identity", "a weight", "adds", 0.1, since="0.10")] = 0.0
     colour: Annotated[str, Expected("a word"), Mark("operation", "of the bar", "shows", "red", since="0.2")] = "red"
+
+
+def test_the_average_is_identity_from_the_moment_it_is_asked_for():
+    assert config().identity().keys() ^ config(ema_decay=0.0).identity().keys() == {"ema_decay"}
+    assert drift(config(), config(ema_decay=0.5)) == [Drift("ema_decay", ABSENT, 0.5)]
+    by_hand = json.loads(canonical_json(config())) | {"ema_decay": 0.5}
+    text = json.dumps(by_hand, sort_keys=True, separators=(",", ":"))
+    assert config(ema_decay=0.5).fingerprint() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_younger_field_at_its_default_leaves_old_checkpoints_resumable():
@@ -281,7 +291,10 @@ valid_changes = st.fixed_dictionaries(
         ),
         "grad_accumulation": sizes,
         "precision": st.sampled_from(["fp32", "bf16"]),
+        "ema_decay": st.none() | shares,
         "keep_last": sizes,
+        "checkpoint_mode": st.sampled_from(["sync", "async", "overlapped"]),
+        "on_save_error": st.sampled_from(["stop", "continue"]),
         "eval_every": st.integers(0, 9),
         "log_every": sizes,
     },
@@ -332,6 +345,9 @@ WRONG = {
     "beta of one": ({"betas": [0.9, 1]}, "betas[1]", "below 1"),
     "no clipping as zero": ({"grad_clip": 0.0}, "grad_clip", "or null"),
     "unknown precision": ({"precision": "fp16"}, "precision", '"fp32" or "bf16"'),
+    "an average that never moves": ({"ema_decay": 1.0}, "ema_decay", "below 1, or null"),
+    "unknown way to save": ({"checkpoint_mode": "later"}, "checkpoint_mode", '"sync", "async" or "overlapped"'),
+    "unknown answer to a failed save": ({"on_save_error": "ignore"}, "on_save_error", '"stop" or "continue"'),
     "unknown source": ({"data": "corpus.txt"}, "data", '"text:PATH"'),
     "source without a path": ({"data": "text:"}, "data", '"text:PATH"'),
     "source with a lone surrogate": ({"data": "text:\ud800"}, "data", '"text:PATH"'),
