@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at', 'tokens_per_step', 'known_row',
-           'make_optimizer', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients', 'TrainingError',
-           'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'no_boundary', 'untouched',
-           'evaluation_loss', 'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile',
-           'RunDisk', 'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
+           'make_optimizer', 'make_average', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients',
+           'TrainingError', 'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'chosen_device',
+           'moved', 'no_boundary', 'RunObserver', 'untouched', 'evaluation_loss', 'open_splits', 'require_finite',
+           'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
+           'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
            'check_resume', 'restore', 'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same',
            'finish', 'train']
 
@@ -26,26 +27,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from .checkpoint_file import read_manifest
 from .config import ConfigError, ExperimentConfig, canonical_json
 from .contract import Contract, Progress, RandomGenerators, generators_undisturbed
-from .data import Batch, StepBatches, evaluation_batches, open_data
+from .data import Batch, DataSplits, StepBatches, evaluation_batches, open_data
 from .model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import (
     CheckpointStore,
     Disk,
     NoCheckpointError,
     Operation,
+    Pending,
+    PublicationError,
     Published,
     place_of,
     write_atomically,
@@ -100,6 +105,14 @@ def make_optimizer(
         return torch.optim.AdamW(groups, **options)
 
 # %% ../nbs/06_training.ipynb #cell-018
+def make_average(
+    model: nn.Module,  # copied, on its device
+    decay: float,  # share of the old average in the new one, at least 0 and below 1
+) -> AveragedModel:  # its `module` is the copy; `update_parameters(model)` after each optimizer step
+    "An exponential moving average of a model's weights, which at the first update takes them as they are."
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)).requires_grad_(False)
+
+# %% ../nbs/06_training.ipynb #cell-022
 @contextmanager
 def deterministic(
     threads: int | None = None,  # CPU threads inside; None leaves the number as it is
@@ -130,7 +143,7 @@ def deterministic(
             if torch.get_num_threads() != n_threads:
                 torch.set_num_threads(n_threads)
 
-# %% ../nbs/06_training.ipynb #cell-022
+# %% ../nbs/06_training.ipynb #cell-026
 def token_loss(
     model: nn.Module,  # tokens in, logits out
     batch: Batch,  # `inputs_BT` and `targets_BT`
@@ -170,7 +183,7 @@ def clip_gradients(
         nn.utils.clip_grads_with_norm_(with_gradient, limit, norm)
     return norm
 
-# %% ../nbs/06_training.ipynb #cell-027
+# %% ../nbs/06_training.ipynb #cell-031
 class TrainingError(Exception):
     "The run cannot start or go on as asked; nothing that was published is touched."
 
@@ -227,7 +240,36 @@ def signal_name(
     except ValueError:
         return f"signal {number}"
 
-# %% ../nbs/06_training.ipynb #cell-031
+# %% ../nbs/06_training.ipynb #cell-035
+def chosen_device(
+    name: str,  # "cpu", "cuda", "cuda:N", or "auto" for a GPU where there is one
+) -> torch.device:
+    "The device of that name. Raises `TrainingError` where this machine has none."
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if n_devices else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise TrainingError(f"device: expected cpu, cuda, cuda:N or auto, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= n_devices:
+        raise TrainingError(f"device: expected one of the {n_devices} GPUs that torch {torch.__version__} finds here, "
+                            f"got {name!r}; use device='auto' (--device auto), or install a torch built for CUDA")
+    return device
+
+
+def moved(
+    batch: Batch,  # on the CPU
+    device: torch.device,  # where the model is
+) -> Batch:  # the same one for the CPU
+    "Put a micro-batch where the model is."
+    if device.type == "cpu":
+        return batch
+    return Batch(*(tokens.pin_memory().to(device, non_blocking=True) for tokens in (batch.inputs_BT, batch.targets_BT)))
+
+# %% ../nbs/06_training.ipynb #cell-040
 BOUNDARIES = ("before_forward", "after_backward", "after_update", "during_write", "after_publication")
 OnBoundary = Callable[[str, int], None]
 
@@ -238,7 +280,25 @@ def no_boundary(
 ) -> None:
     "Do nothing at a boundary."
 
-# %% ../nbs/06_training.ipynb #cell-033
+# %% ../nbs/06_training.ipynb #cell-042
+class RunObserver(Protocol):
+    "Looks into a run from inside `train`, which hands its run to nobody. It may look and may not change anything."
+
+    def started(
+        self,
+        contract: Contract,  # of the run, restored where there was something to restore
+        step: int,  # completed
+    ) -> None:
+        "See the run before its first step in this call; not called where there is nothing to do."
+
+    def completed(
+        self,
+        step: int,  # counted from 1
+        loss: float,  # of that step
+    ) -> None:
+        "See a step right after its update, before its boundary `after_update`."
+
+# %% ../nbs/06_training.ipynb #cell-044
 @contextmanager
 def untouched(
     model: nn.Module,  # whose modules' training flags are put back one by one
@@ -267,10 +327,31 @@ def evaluation_loss(
             n += batch.targets_BT.numel()
     return total / n
 
-# %% ../nbs/06_training.ipynb #cell-034
+# %% ../nbs/06_training.ipynb #cell-045
 N_EVALUATION_BATCHES = 8  # at most; few enough that evaluating now and then costs little
 
 
+def open_splits(
+    config: ExperimentConfig,  # its data is opened
+) -> DataSplits:
+    "Open an experiment's data. Raises `ConfigError` where it shall be evaluated and has no validation part."
+    splits = open_data(config)
+    if config.eval_every and splits.validation is None:
+        raise ConfigError(f"eval_every: expected 0, got {config.eval_every}; data {config.data!r} is too small to "
+                          "hold a validation part out")
+    return splits
+
+
+def require_finite(
+    step: int,  # under way
+    **measured: float,  # by name, with underscores for blanks
+) -> None:
+    "Raise `NonFiniteLossError` for the first value that is infinite or not a number."
+    for name, value in measured.items():
+        if not math.isfinite(value):
+            raise NonFiniteLossError(step, name.replace("_", " "), value)
+
+# %% ../nbs/06_training.ipynb #cell-046
 class TrainingRun:
     "One experiment in memory: what decides the next update is in `contract`, or is a function of config and step."
 
@@ -278,56 +359,75 @@ class TrainingRun:
         self,
         config: ExperimentConfig,  # what to train; its data is opened here
         on_boundary: OnBoundary = no_boundary,  # called with a boundary's name and the step under way
+        *,
+        device: str = "cpu",  # see `chosen_device`
+        observer: RunObserver | None = None,  # told of each completed step
     ) -> None:
         "Build the run at step 0. Seeds the global generators: do it inside `deterministic`, which puts them back."
-        self.config, self.on_boundary = config, on_boundary
-        splits = open_data(config)
-        if config.eval_every and splits.validation is None:
-            raise ConfigError(f"eval_every: expected 0, got {config.eval_every}; data {config.data!r} is too small to "
-                              "hold a validation part out")
+        self.config, self.on_boundary, self.observer, self.device = config, on_boundary, observer, chosen_device(device)
+        splits = open_splits(config)
         self.validation = splits.validation
         RandomGenerators().seed(config.seed)
-        self.model = Transformer.from_config(config).train()
+        self.model = Transformer.from_config(config).train().to(self.device)
+        self.ema = None if config.ema_decay is None else make_average(self.model, config.ema_decay)
         self.optimizer = make_optimizer(self.model, config)
         self.batches = StepBatches(splits.train, block_size=config.block_size, batch_size=config.batch_size,
                                    seed=config.seed, grad_accumulation=config.grad_accumulation)
         self.progress = Progress()
-        self.contract = Contract(identity={"config": config, "data": splits.train}, model=self.model,
+        average = {} if self.ema is None else {"ema": self.ema}
+        self.contract = Contract(identity={"config": config, "data": splits.train}, model=self.model, **average,
                                  optimizer=self.optimizer, progress=self.progress, rng=RandomGenerators())
         self.last: dict[str, Any] = {}  # what the log says of the step last completed
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        "Every module of the model: looking them up anew in each step costs more than the step's own bookkeeping."
+        return tuple(self.model.modules())
 
     def advance(self) -> float:  # the step's loss, as it was before the update
         "Make one update. Raises `NonFiniteLossError` before the update where loss or gradient is not finite."
         config, step = self.config, self.progress.step + 1
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(config, step - 1)
-        self.model.train()  # the mode is no state: whoever looked at the model in another mode changes nothing
+        if not all(module.training for module in self.modules):
+            self.model.train()  # the mode is no state: whoever looked at the model in another mode changes nothing
         micro_batches = self.batches.batch(step - 1)
         self.on_boundary("before_forward", step)
-        loss = accumulate_gradients(self.model, micro_batches, config.precision)
+        on_device = [moved(batch, self.device) for batch in micro_batches]
+        loss_tensor = accumulate_gradients(self.model, on_device, config.precision)
         self.on_boundary("after_backward", step)
-        norm = clip_gradients(self.model.parameters(), config.grad_clip)
-        measured = {"loss": loss.item(), "gradient norm": norm.item()}
-        for quantity, value in measured.items():
-            if not math.isfinite(value):
-                raise NonFiniteLossError(step, quantity, value)
+        norm_tensor = clip_gradients(self.model.parameters(), config.grad_clip)
+        loss, norm = loss_tensor.item(), norm_tensor.item()
+        require_finite(step, loss=loss, gradient_norm=norm)
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         digest = b"".join(batch.digest() for batch in micro_batches)
-        self.progress.record(measured["loss"], tokens_per_step(config), digest)
-        self.last = known_row(config, step, measured["loss"]) | {
-            "grad_norm": measured["gradient norm"], "batch": blake3(digest).hexdigest()[:16]}
+        self.progress.record(loss, tokens_per_step(config), digest)
+        self.last = known_row(config, step, loss) | {"grad_norm": norm, "batch": blake3(digest).hexdigest()[:16]}
+        if self.observer is not None:
+            self.observer.completed(step, loss)
         self.on_boundary("after_update", step)
-        return measured["loss"]
+        return loss
 
-    def evaluate(self) -> float:  # mean loss per token over at most `N_EVALUATION_BATCHES` fixed batches
+    def evaluate(
+        self,
+        model: nn.Module | None = None,  # None is the model that is trained
+    ) -> float:  # mean loss per token over at most `N_EVALUATION_BATCHES` fixed batches
         "Measure the validation loss; the run goes on as if it had not been asked."
         if self.validation is None:
             raise TrainingError(f"evaluate: data {self.config.data!r} is too small to hold a validation part out")
         batches = evaluation_batches(self.validation, block_size=self.config.block_size,
                                      batch_size=self.config.batch_size, n_batches=N_EVALUATION_BATCHES)
-        return evaluation_loss(self.model, batches, self.config.precision)
+        on_device = [moved(batch, self.device) for batch in batches]
+        return evaluation_loss(model or self.model, on_device, self.config.precision)
 
-# %% ../nbs/06_training.ipynb #cell-045
+    def evaluations(self) -> dict[str, float]:  # by the name under which the log has them
+        "Measure the validation loss of the weights, and of their average where the run keeps one."
+        losses = {"validation_loss": self.evaluate()}
+        return losses if self.ema is None else losses | {"ema_validation_loss": self.evaluate(self.ema)}
+
+# %% ../nbs/06_training.ipynb #cell-057
 class StopRequest:
     "Remembers the first signal that asked the run to stop; `signal` is None before."
 
@@ -366,7 +466,7 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         put_back()
 
-# %% ../nbs/06_training.ipynb #cell-051
+# %% ../nbs/06_training.ipynb #cell-063
 def encode_line(
     row: dict[str, Any],  # plain values, finite
 ) -> bytes:  # canonical JSON and a newline
@@ -425,7 +525,7 @@ def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
     fits = type(step) is int and 1 <= step <= len(losses) and row.get("loss") == losses[step - 1]
     return step if fits else None
 
-# %% ../nbs/06_training.ipynb #cell-055
+# %% ../nbs/06_training.ipynb #cell-067
 _T = TypeVar("_T")
 
 
@@ -440,6 +540,8 @@ class RunDisk(Disk):
         super().__init__()
         self.inner, self.on_boundary = inner, on_boundary
         self.saving: int | None = None  # the step being saved; None outside a save
+        self.in_background = False  # whether that save's operations are those of other threads than the owner's
+        self._owner = threading.get_ident()
 
     def operation(
         self,
@@ -448,7 +550,8 @@ class RunDisk(Disk):
         call: Operation[_T],  # see `Disk.operation`
     ) -> _T:
         "Report, then let the inner disk do it."
-        if self.saving is not None:
+        trains_meanwhile = self.in_background and threading.get_ident() == self._owner
+        if self.saving is not None and not trains_meanwhile:
             self.on_boundary("during_write", self.saving)
         return self.inner.operation(name, path, call)
 
@@ -465,14 +568,12 @@ class RunDisk(Disk):
     def append(
         self,
         fd: int,  # from `open_append`
-        data: bytes,  # all of it is written
-    ) -> None:
-        "Write at the end of a file, going on after short writes."
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=rest):]
+        data: memoryview,  # what to write
+    ) -> int:  # how many bytes were taken; fewer than given is no error
+        "Write at the end of a file."
+        return self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=data)
 
-# %% ../nbs/06_training.ipynb #cell-057
+# %% ../nbs/06_training.ipynb #cell-069
 def read_regular(
     path: Path,  # in a run's folder
 ) -> bytes | None:  # None where there is no such name
@@ -494,7 +595,7 @@ def read_regular(
             os.close(fd)
     raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
 
-# %% ../nbs/06_training.ipynb #cell-060
+# %% ../nbs/06_training.ipynb #cell-072
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -504,6 +605,7 @@ class MetricsLog:
         disk: RunDisk,  # every operation goes through it
     ) -> None:
         self.path, self.disk = path, disk
+        self.unwritten = b""  # of lines appended: where a write failed, the rest waits for the next
         self._fd: int | None = None
 
     def open(
@@ -525,10 +627,18 @@ class MetricsLog:
         row: dict[str, Any],  # of the step just completed
     ) -> None:
         "Add a line. A kill does not take it away; a power cut may, until the next `sync`."
-        self.disk.append(self._opened(), encode_line(row))
+        self.unwritten += encode_line(row)
+        self.write()
+
+    def write(self) -> None:
+        "Write what is unwritten. Where it fails, what was taken is taken, and the next call goes on behind it."
+        while self.unwritten:
+            n_taken = self.disk.append(self._opened(), memoryview(self.unwritten))
+            self.unwritten = self.unwritten[n_taken:]
 
     def sync(self) -> None:
         "Make every line durable: called before each publication, so that no checkpoint is ahead of the log."
+        self.write()
         self.disk.fsync(self._opened())
 
     def close(self) -> None:
@@ -542,7 +652,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-064
+# %% ../nbs/06_training.ipynb #cell-076
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -560,6 +670,7 @@ class RunResult:
     resumed_from: int | None  # step at which this call resumed; None for a fresh start
     interruptions: int  # times that training was begun again in this folder
     elapsed_seconds: float  # of this call
+    failed_saves: int = 0  # of this call, after which it trained on; see `on_save_error`
     notes: tuple[str, ...] = ()  # what was passed over, rebuilt or not done
 
     def to_plain(self) -> dict[str, Any]:  # JSON data
@@ -576,7 +687,7 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
-# %% ../nbs/06_training.ipynb #cell-066
+# %% ../nbs/06_training.ipynb #cell-078
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
     log_every: int = 1,  # stands for the cadences of a manifest that has none
@@ -611,7 +722,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-070
+# %% ../nbs/06_training.ipynb #cell-082
 _logger = logging.getLogger(__name__)
 
 
@@ -636,6 +747,10 @@ class Session:
         self.cadences: list[int] = []  # the `log_every` of each of them
         self.checkpoint: Path | None = None  # the newest one
         self.state_digest: str | None = None  # of that one
+        self.saved: int | None = None  # its step
+        self.pending: Pending | None = None  # the save in the background, until its end is noted
+        self.failed_saves = 0  # passed over
+        self.log_waits = False  # for room on the disk
         self.notes: list[str] = []
 
     def note(
@@ -656,21 +771,91 @@ class Session:
                 f"{self.run.progress.step}; its checkpoints are in the moved folder ({saved}). Nothing was written in "
                 "its old place: put the folder back, or go on in the new place")
 
-    def save(self) -> Published:
-        "Publish a checkpoint of the completed step, after the log that belongs to it."
-        self.require_folder()
-        step = self.run.progress.step
+    def may_go_on(
+        self,
+        error: PublicationError,  # of a save, or of the log
+    ) -> bool:
+        "Whether a failure may be passed over: if that is wanted, and a sound checkpoint is there to go on from."
+        if error.operation == "fsync" and error.path == self.log.path:
+            return False  # the kernel may have dropped lines, and the next fsync would succeed over the hole
+        return self.run.config.on_save_error == "continue" and self.store.latest() is not None
+
+    def publish(
+        self,
+        step: int,  # the one that is saved
+        save: Callable[[], Published | None],  # tries to; None where the publication is only begun
+        *,
+        last: bool = False,  # a failure is raised, whatever was chosen for failures
+    ) -> None:
+        "Try to publish, and take note of how it ended."
+        published = None
         self.disk.saving = step
         try:
-            self.log.sync()
-            published = self.store.save(self.run.contract, step=step)
+            published = save()
+        except PublicationError as error:
+            published = error.published  # set where only the removal of an older checkpoint failed
+            if last or not self.may_go_on(error):
+                raise
+            self.failed_saves += published is None
+            what = "an older checkpoint was not removed" if published else "no checkpoint was saved"
+            self.note(f"step {step}: {what}, training goes on (on_save_error=continue): {error}", logging.WARNING)
         finally:
-            self.disk.saving = None
-        self.checkpoint, self.state_digest = published.path, published.state_digest
-        self.run.on_boundary("after_publication", step)
-        return published
+            if self.pending is None:
+                self.disk.saving, self.disk.in_background = None, False
+        if published is not None:
+            self.checkpoint, self.state_digest, self.saved = published.path, published.state_digest, published.step
+            self.run.on_boundary("after_publication", published.step)
 
-# %% ../nbs/06_training.ipynb #cell-072
+    def save(
+        self,
+        *,
+        last: bool = False,  # the run ends here: it is waited for, and a failure is raised in any case
+    ) -> None:
+        "Save the completed step after the log that belongs to it; where that was chosen, only begin to."
+        self.settle()
+        self.require_folder()
+        contract, step, mode = self.run.contract, self.run.progress.step, self.run.config.checkpoint_mode
+
+        def save() -> Published | None:
+            "Make the log durable first, so that no checkpoint is ahead of it."
+            self.log.sync()
+            if last or mode == "sync":
+                return self.store.save(contract, step=step)
+            self.disk.in_background = True
+            begun = self.store.save(contract, step=step, wait=False, overlap=mode == "overlapped")
+            if isinstance(begun, Published):
+                return begun
+            self.pending = begun
+            return None
+
+        self.publish(step, save, last=last)
+
+    def settle(
+        self,
+        *,
+        wait: bool = True,  # for the end of a save in the background; False only looks whether it has ended
+    ) -> None:
+        "Take note of how the save in the background ended, where there was one."
+        if self.pending is not None and (wait or self.pending.done()):
+            pending, self.pending = self.pending, None
+            self.publish(pending.step, pending.result)
+
+    def append(
+        self,
+        row: dict[str, Any],  # of the step just completed
+    ) -> None:
+        "Add a line to the log; where failed saves are passed over, one that cannot be written now waits in memory."
+        try:
+            self.log.append(row)
+        except PublicationError as error:
+            if not self.may_go_on(error):
+                raise
+            if not self.log_waits:
+                self.note(f"step {self.run.progress.step}: the log cannot be written, its lines wait in memory: "
+                          f"{error}", logging.WARNING)
+        self.log_waits = bool(self.log.unwritten)
+
+# %% ../nbs/06_training.ipynb #cell-084
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -692,7 +877,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-076
+# %% ../nbs/06_training.ipynb #cell-088
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -705,11 +890,12 @@ def restore(
     if step is not None:
         for path in session.store.rewind(step):
             session.note(f"set aside as {path.name}")
-    session.resumed_from, session.checkpoint = restored.step, restored.path
+    session.resumed_from = session.saved = restored.step
+    session.checkpoint = restored.path
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-078
+# %% ../nbs/06_training.ipynb #cell-090
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -746,7 +932,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-080
+# %% ../nbs/06_training.ipynb #cell-092
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -764,23 +950,26 @@ def advance_to(
 ) -> None:
     "Train until the goal or a signal; save at every `checkpoint_every`-th step, and where it ends."
     run, config, progress = session.run, session.run.config, session.run.progress
-    saved = progress.step
+    begun = progress.step
     with progress_bar_of(session, goal) as bar:
         while progress.step < goal and stop.signal is None:
             run.advance()
+            session.settle(wait=False)
             row = run.last
             if config.eval_every and progress.step % config.eval_every == 0:
-                row = row | {"validation_loss": run.evaluate()}
+                row = row | run.evaluations()
             if progress.step % config.log_every == 0 or "validation_loss" in row:
-                session.log.append(row)
+                session.append(row)
             if progress.step % config.checkpoint_every == 0:
-                saved = session.save().step
+                session.save(last=progress.step == goal or stop.signal is not None)
             if bar is not None:
                 rate = (bar.format_dict["rate"] or 0.0) * tokens_per_step(config)
-                bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {saved}", refresh=False)
+                bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {session.saved or 0}",
+                                    refresh=False)
                 bar.update()
-    if progress.step != saved:
-        session.save()
+    session.settle()
+    if progress.step not in (begun, session.saved):
+        session.save(last=True)
 
 
 def tells_the_same(
@@ -793,7 +982,7 @@ def tells_the_same(
     except (ValueError, RecursionError):
         return False
     plain = json.loads(json.dumps(result.to_plain()))
-    of_the_call = {"resumed_from", "interruptions", "elapsed_seconds", "notes"}
+    of_the_call = {"resumed_from", "interruptions", "elapsed_seconds", "failed_saves", "notes"}
     return (isinstance(found, dict) and found.keys() == plain.keys()
             and all(found[name] == plain[name] for name in plain.keys() - of_the_call)
             and type(found["interruptions"]) is int and found["interruptions"] >= result.interruptions)
@@ -814,12 +1003,13 @@ def finish(
         checkpoint=f"checkpoints/{session.checkpoint.name}" if session.checkpoint else None,
         fingerprint=run.config.fingerprint(), finished=run.progress.step >= run.config.steps,
         resumed_from=session.resumed_from, interruptions=max(0, len(session.starts) - 1),
-        elapsed_seconds=round(time.perf_counter() - session.begun, 3), notes=tuple(session.notes))
+        elapsed_seconds=round(time.perf_counter() - session.begun, 3), failed_saves=session.failed_saves,
+        notes=tuple(session.notes))
     if advanced or not tells_the_same(path, result):
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-081
+# %% ../nbs/06_training.ipynb #cell-093
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
@@ -828,7 +1018,9 @@ def train(
     resume_from: int | None = None,  # go back to this step's checkpoint; later ones are set aside, not deleted
     stop_after_step: int | None = None,  # save and stop once this many steps are completed
     allow_environment_change: bool = False,  # accept other settings of the machine; the lineage records it
+    device: str = "cpu",  # where it runs, see `chosen_device`; the environment of the checkpoint has it
     on_boundary: OnBoundary | None = None,  # called at each of `BOUNDARIES` with its name and the step, from 1
+    observer: RunObserver | None = None,  # looks into the run
     disk: Disk | None = None,  # the seam to the disk; None is the real one
     progress_bar: bool | None = None,  # None shows one where stderr is a terminal
 ) -> RunResult:  # of this call; also in `result.json`, which a call without work leaves to the one that did it
@@ -842,7 +1034,8 @@ def train(
     folder = Path(directory).absolute()  # the run stays where it is, wherever its process goes
     check_resume(CheckpointStore(folder / "checkpoints"), resume, resume_from)  # before anything is made
     with deterministic(), stop_signals() as stop:
-        session = Session(TrainingRun(config, on_boundary or no_boundary), folder, disk or Disk(), progress_bar)
+        run = TrainingRun(config, on_boundary or no_boundary, device=device, observer=observer)
+        session = Session(run, folder, disk or Disk(), progress_bar)
         with session.store, contextlib.closing(session.log):
             session.starts, session.cadences = earlier_starts(folder / "manifest.json", config.log_every)
             if check_resume(session.store, resume, resume_from):
@@ -863,5 +1056,7 @@ def _train_under_lock(session: Session, stop_after_step: int | None, stop: StopR
         session.note(f"nothing to do: step {goal} was asked for, and the run is at step {step}")
     else:
         write_manifest(session)
+        if session.run.observer is not None:
+            session.run.observer.started(session.run.contract, step)
         advance_to(session, goal, stop)
     return finish(session, advanced)

@@ -113,9 +113,10 @@ CHANGES = {
     "vocab_size": 40, "block_size": 4, "d_model": 32, "n_heads": 4, "n_layers": 2, "dropout": 0.2, "seed": 1,
     "batch_size": 3, "learning_rate": 1e-2, "data": None, "tokenizer": None, "weight_decay": 0.2, "betas": (0.9, 0.99),
     "grad_clip": None, "schedule.kind": "constant", "schedule.warmup_steps": 1, "schedule.horizon": 41,
-    "schedule.floor": 0.2, "grad_accumulation": 1, "precision": "bf16",
+    "schedule.floor": 0.2, "grad_accumulation": 1, "precision": "bf16", "ema_decay": 0.9,
 }
-OPERATIONS = {"steps": 6, "checkpoint_every": 1, "keep_last": 1, "eval_every": 1, "log_every": 2}
+OPERATIONS = {"steps": 6, "checkpoint_every": 1, "keep_last": 1, "eval_every": 1, "log_every": 2,
+              "checkpoint_mode": "async", "on_save_error": "continue"}
 
 
 def configurations(field: str, folder: Path) -> tuple[ExperimentConfig, ExperimentConfig]:
