@@ -9,8 +9,9 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'tensor_paths', 'examined', 'latest_of', 'as_json', 'warned', 'next_command', 'summary', 'Train',
            'TrainSmoke', 'Verify', 'lineage_line', 'plain_manifest', 'settings', 'inspection', 'Inspect',
            'difference_row', 'Diff', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'counted',
-           'Prove', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
-           'warnings_in_lines', 'execute', 'main', 'train_smoke']
+           'Prove', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say',
+           'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
+           'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -242,6 +243,7 @@ def failure(
     from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, NotACheckpointError
     from fault_tolerant_transformer_lab.contract import CheckpointError
     from fault_tolerant_transformer_lab.data import DataError
+    from fault_tolerant_transformer_lab.lora import LoraError
     from fault_tolerant_transformer_lab.training import Interrupted, NonFiniteLossError, TrainingError
 
     if isinstance(error, Interrupted):
@@ -250,7 +252,7 @@ def failure(
         return 2, f"not a checkpoint of this lab: {str(error).removesuffix('; use another generation')}"
     if isinstance(error, (NonFiniteLossError, CheckpointCorruptError)):
         return 1, str(error)
-    if isinstance(error, (CheckpointError, DataError, TrainingError)):
+    if isinstance(error, (CheckpointError, DataError, LoraError, TrainingError)):
         return 2, str(error)
     return None
 
@@ -839,6 +841,39 @@ class Prove:
         return proof_outcome(proof, self.json)
 
 # %% ../nbs/10_cli.ipynb #cell-107
+@dataclass(frozen=True, kw_only=True)
+class CompareTuning:
+    "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
+
+    config: _Path  # experiment file (JSON); its fields are flags too, and win
+    output: _Path  # the comparison is written into this file (JSON)
+    rank: _Whole = 4  # inner width of each adapter
+    alpha: _Number = 8.0  # an adapter's product is scaled by alpha / rank
+    targets: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
+        metavar="PATTERN", help="names of layers that get an adapter, as a shell pattern, may be given several times; "
+        "by default *.attention.qkv and *.attention.projection", help_behavior_hint="(optional)")]] = ()
+    runs: _OptionalPath = None  # folder that keeps both runs, so that the same command goes on; by default, nothing
+    threads: _OptionalNumber = None  # CPU threads; by default as many as torch would use
+    overrides: _ConfigFlags
+
+    def run(self) -> Outcome:  # a table of both arms
+        "Compare, write the file, and print the table."
+        within("--rank", self.rank, 1, 2**31 - 1)
+        within("--threads", self.threads, 1, 1024)
+        if self.output.is_dir() or not self.output.parent.is_dir():
+            raise UsageError(f"--output: expected a file in a folder that is there, got {self.output}")
+        config = configuration(self.config, self.overrides)
+        from fault_tolerant_transformer_lab.lora import DEFAULT_TARGETS, compare_tuning
+        from fault_tolerant_transformer_lab.publication import write_atomically
+        from fault_tolerant_transformer_lab.training import deterministic
+
+        with deterministic(threads=self.threads):
+            found = compare_tuning(config, rank=self.rank, alpha=self.alpha, targets=self.targets or DEFAULT_TARGETS,
+                                   directory=self.runs)
+        write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
+        return Outcome(found.table())
+
+# %% ../nbs/10_cli.ipynb #cell-112
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "real-faults", "states", "power", "soak", "memory", "damage",
              "writers", "hostile", "copies", "mutants", "peers")
 
@@ -883,7 +918,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-110
+# %% ../nbs/10_cli.ipynb #cell-115
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -929,7 +964,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-114
+# %% ../nbs/10_cli.ipynb #cell-119
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -937,10 +972,11 @@ COMMANDS = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Diff, tyro.conf.subcommand("diff")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[CompareTuning, tyro.conf.subcommand("compare-tuning")]
     | Annotated[Crashtest, tyro.conf.subcommand("crashtest")]
     | Annotated[Soak, tyro.conf.subcommand("soak")]
 )
-NAMES = ("train", "prove", "verify", "inspect", "diff", "sample", "crashtest", "soak")
+NAMES = ("train", "prove", "verify", "inspect", "diff", "sample", "compare-tuning", "crashtest", "soak")
 _DESCRIPTION = "Train a transformer that can be killed anywhere and goes on as the same run, and prove it. "\
     "Exit status: 0 done, 1 a check failed, 2 bad input, 128 + signal stopped. `fttl --version` prints the version."
 
@@ -965,7 +1001,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-116
+# %% ../nbs/10_cli.ipynb #cell-121
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1006,7 +1042,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-118
+# %% ../nbs/10_cli.ipynb #cell-123
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
@@ -1049,3 +1085,11 @@ def train_smoke(
     "Run the `fttl-train-smoke` command: train a configuration into a folder, with no other choice."
     given = sys.argv[1:] if arguments is None else list(arguments)
     return execute(lambda: parse_arguments(TrainSmoke, given, prog="fttl-train-smoke"), "fttl-train-smoke")
+
+
+def compare_tuning(
+    arguments: Sequence[str] | None = None,  # what follows the program's name; by default the process's own
+) -> int:  # exit status
+    "Run the `fttl-compare-tuning` command: `fttl compare-tuning` under a name of its own."
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return execute(lambda: parse_arguments(CompareTuning, given, prog="fttl-compare-tuning"), "fttl-compare-tuning")

@@ -15,8 +15,8 @@ import fault_tolerant_transformer_lab as lab
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fault_tolerant_transformer_lab"
-ROOMS = ["config", "model", "data", "contract", "checkpoint_file", "publication", "training", "equivalence",
-         "crashes", "cli"]
+ROOMS = ["config", "model", "data", "contract", "larger_state", "checkpoint_file", "staging", "publication", "ledger",
+         "training", "equivalence", "diagnosis", "crashes", "lora", "cli", "distributed"]
 
 
 def in_a_fresh_interpreter(code: str) -> dict:
