@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_TARGETS', 'Layout', 'LoraConfig', 'LoraError', 'LoraLinear', 'target_layers', 'lora_layers', 'adapt',
-           'n_trainable', 'merge', 'unmerge', 'base_digest', 'AdapterState', 'TuningRun', 'tuning_run', 'gpt2_name',
-           'gpt2_state', 'peft_files', 'export_peft', 'import_peft', 'Arm', 'TuningComparison', 'TuningInterrupted',
-           'compare_tuning']
+           'n_trainable', 'merge', 'unmerge', 'merged_state', 'base_digest', 'AdapterState', 'TuningRun', 'tuning_run',
+           'gpt2_name', 'gpt2_state', 'peft_files', 'export_peft', 'import_peft', 'Arm', 'TuningComparison',
+           'TuningInterrupted', 'compare_tuning']
 
 # %% ../nbs/09_lora.ipynb #cell-003
 import json
@@ -29,6 +29,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_as_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from .checkpoint_file import read_manifest, state_digest
 from fault_tolerant_transformer_lab.config import (
@@ -116,6 +117,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         self._kept: Tensor | None = None  # the base's weight, while another stands in its place
         self._versions: tuple[int, ...] = ()  # of A and B when they were merged
+        self._guard: RemovableHandle | None = None  # refuses a state dict while merged
 
     @property
     def merged(self) -> bool:
@@ -197,23 +199,42 @@ def n_trainable(
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 # %% ../nbs/09_lora.ipynb #cell-033
+def _is_adapters(name: str, layers: Mapping[str, LoraLinear]) -> bool:
+    "Whether a parameter is the A or the B of an adapter."
+    layer, _, last = name.rpartition(".")
+    return layer in layers and last in ("lora_A", "lora_B")
+
+
+def _merged_weight(layer: LoraLinear) -> Tensor:
+    "Base plus adapter: summed in float64, rounded once."
+    a, b, w = (t.detach().cpu().double() for t in (layer.lora_A, layer.lora_B, layer.weight))
+    return (w + (layer.alpha / layer.rank) * (b @ a)).to(layer.weight)
+
+
+def _refuse_state(layer: nn.Module, prefix: str, keep_vars: bool) -> None:
+    "What a state dict calls first while a layer is merged: it would hold the adapter twice, added and beside."
+    raise LoraError(f"{prefix.removesuffix('.')}: expected adapters that stand apart to be saved, got merged ones; "
+                    "call unmerge(model) first; merged_state(model) gives the sum")
+
+
 @torch.no_grad()
 def _merge_layer(layer: LoraLinear) -> None:
-    "Put base plus adapter in the place of the weight: the sum in float64, rounded once. The base is kept aside."
+    "Put base plus adapter in the place of the weight, and keep the base aside."
     kept = layer.weight.detach().clone()
-    a, b, w = (t.detach().cpu().double() for t in (layer.lora_A, layer.lora_B, kept))
-    layer.weight.copy_(w + (layer.alpha / layer.rank) * (b @ a))
+    layer.weight.copy_(_merged_weight(layer))
     layer._kept, layer._versions = kept, (layer.lora_A._version, layer.lora_B._version)
+    layer._guard = layer.register_state_dict_pre_hook(_refuse_state)
 
 
 @torch.no_grad()
 def _unmerge_layer(layer: LoraLinear) -> None:
     "Put the base's own bits back: copied, not computed."
-    if layer._kept is not None:
+    if layer._kept is not None and layer._guard is not None:
         layer.weight.copy_(layer._kept)
-        layer._kept, layer._versions = None, ()
+        layer._guard.remove()
+        layer._kept, layer._versions, layer._guard = None, (), None
 
-# %% ../nbs/09_lora.ipynb #cell-034
+
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, of which there must be some."
     if layers := lora_layers(model):
@@ -226,11 +247,9 @@ def _require_apart(layers: Mapping[str, LoraLinear], to: str) -> None:
         raise LoraError(f"expected adapters that stand apart {to}, got {len(merged)} merged ones ({merged[0]}); call "
                         "unmerge(model) first")
 
-# %% ../nbs/09_lora.ipynb #cell-035
-def merge(
-    model: nn.Module,  # changed in place, also by `unmerge`
-) -> None:
-    "Add every adapter to its layer's weight, so that the model costs what its base costs. Undone by `unmerge`."
+
+def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
+    "The adapted layers, after each has been found to have a weight of its own."
     layers = _adapted(model)
     _require_apart(layers, "to be merged")
     places: dict[int, list[str]] = {}
@@ -240,7 +259,14 @@ def merge(
         if len(tied := places[id(layer.weight)]) > 1:
             raise LoraError(f"{tied[0]} and {tied[1]} are one tensor: expected a weight of the adapted layer alone, "
                             "since merging would change the other too; untie them first")
-    for layer in layers.values():
+    return layers
+
+# %% ../nbs/09_lora.ipynb #cell-034
+def merge(
+    model: nn.Module,  # changed in place, also by `unmerge`
+) -> None:
+    "Add every adapter to its layer's weight, so that the model costs what its base costs. Undone by `unmerge`."
+    for layer in _to_be_merged(model).values():
         _merge_layer(layer)
 
 
@@ -251,19 +277,22 @@ def unmerge(
     for layer in _adapted(model).values():
         _unmerge_layer(layer)
 
-# %% ../nbs/09_lora.ipynb #cell-050
+
+def merged_state(
+    model: nn.Module,  # with adapters, not merged; left as it is
+) -> dict[str, Tensor]:  # for `load_state_dict` of a model of the base's own class
+    "Give the weights with which the merged model computes, under the base's names and without adapters."
+    layers = _to_be_merged(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not _is_adapters(name, layers)}
+    return state | {f"{name}.weight": _merged_weight(layer) for name, layer in layers.items()}
+
+# %% ../nbs/09_lora.ipynb #cell-051
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     "Parameters, and the buffers that a state dict holds, by name; a tied parameter once."
     saved = model.state_dict(keep_vars=True)
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
 
-
-def _is_adapters(name: str, layers: Mapping[str, LoraLinear]) -> bool:
-    "Whether a parameter is the A or the B of an adapter."
-    layer, _, last = name.rpartition(".")
-    return layer in layers and last in ("lora_A", "lora_B")
-
-# %% ../nbs/09_lora.ipynb #cell-051
+# %% ../nbs/09_lora.ipynb #cell-052
 def base_digest(
     model: nn.Module,  # with or without adapters, not merged
 ) -> str:  # 64 hexadecimal digits
@@ -298,7 +327,7 @@ class AdapterState(nn.Module):
             else:
                 holder.register_buffer(last, tensor)
 
-# %% ../nbs/09_lora.ipynb #cell-055
+# %% ../nbs/09_lora.ipynb #cell-056
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
 
@@ -332,7 +361,7 @@ def tuning_run(
     "Make a `TuningRun` for `prove_restart`: `functools.partial(tuning_run, config=..., lora=...)`."
     return TuningRun(config, lora)
 
-# %% ../nbs/09_lora.ipynb #cell-064
+# %% ../nbs/09_lora.ipynb #cell-065
 _GPT2_MODULES = {
     "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head",
@@ -372,7 +401,7 @@ def gpt2_state(
             state[f"{gpt2_name(module)}.{last}"] = tensor.t().contiguous() if is_conv1d else tensor
     return state
 
-# %% ../nbs/09_lora.ipynb #cell-066
+# %% ../nbs/09_lora.ipynb #cell-067
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # What these say otherwise would make another function of the same tensors.
 _PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
@@ -403,7 +432,7 @@ def _renamer(layout: Layout) -> Callable[[str], str]:
         raise LoraError(f"layout: expected lab or gpt2, got {shown(layout)}")
     return gpt2_name if layout == "gpt2" else str
 
-# %% ../nbs/09_lora.ipynb #cell-067
+# %% ../nbs/09_lora.ipynb #cell-068
 def peft_files(
     model: nn.Module,  # with adapters, all of one rank and alpha
     *,
@@ -441,7 +470,7 @@ def export_peft(
     for name, data in peft_files(model, layout=layout, base=base).items():
         write_atomically(Path(directory) / name, data)
 
-# %% ../nbs/09_lora.ipynb #cell-070
+# %% ../nbs/09_lora.ipynb #cell-071
 def _peft_config(data: bytes) -> tuple[int, float]:
     "Rank and alpha of a PEFT configuration that describes plain LoRA, and nothing that computes otherwise."
     found = parse_json_object(data)
@@ -476,7 +505,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
                         f"this model has, got {shown(', '.join(odd[:3]) or 'nothing')}; check layout and base model")
     return {known[layer]: layer for layer in sorted(wanted)}
 
-# %% ../nbs/09_lora.ipynb #cell-071
+# %% ../nbs/09_lora.ipynb #cell-072
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
     found = [read_regular(directory / name) or b"" for name in _PEFT_FILES]
@@ -504,7 +533,7 @@ def _require_fit(model: nn.Module, layers: Mapping[str, str], tensors: Mapping[s
         if shapes != (fits := [(rank, layer.in_features), (layer.out_features, rank)]):
             raise LoraError(f"{there}: expected A and B of shapes {fits}, got {shapes}; check the base model")
 
-# %% ../nbs/09_lora.ipynb #cell-072
+# %% ../nbs/09_lora.ipynb #cell-073
 def import_peft(
     model: nn.Module,  # the base, without adapters; changed in place
     directory: Path | str,  # with the two files that PEFT writes
@@ -529,7 +558,7 @@ def import_peft(
             layer.lora_B.copy_(tensors[f"{layers[name]}.lora_B.weight"])
     return config
 
-# %% ../nbs/09_lora.ipynb #cell-077
+# %% ../nbs/09_lora.ipynb #cell-078
 @dataclass(frozen=True)
 class Arm:
     "One arm of the comparison, at its end."
@@ -552,7 +581,7 @@ class Arm:
         plain = asdict(self)
         return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1]}
 
-# %% ../nbs/09_lora.ipynb #cell-078
+# %% ../nbs/09_lora.ipynb #cell-079
 @dataclass(frozen=True)
 class TuningComparison:
     "Full tuning and adapters from one start: what was trained, what it cost, and where it ended."
@@ -590,7 +619,7 @@ class TuningComparison:
         shared = f"shared start: base {start.base_digest[:12]}, batches {start.batch_digest[:12]}"
         return "\n".join([*lines, shared])
 
-# %% ../nbs/09_lora.ipynb #cell-079
+# %% ../nbs/09_lora.ipynb #cell-080
 class TuningInterrupted(Interrupted):
     "A signal asked a comparison to stop; the arm under way has saved what was completed."
 
@@ -599,7 +628,7 @@ class TuningInterrupted(Interrupted):
         return (f"{signal_name(self.signal)} after step {self.step} of an arm: {saved}; repeat it with the same folder "
                 "to go on")
 
-# %% ../nbs/09_lora.ipynb #cell-080
+# %% ../nbs/09_lora.ipynb #cell-081
 def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
     steps, saved = run.config.steps, run.progress.step
@@ -637,7 +666,7 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         steps_timed=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
         batch_digest=run.progress.batch_digest, state_digest=manifest.state_digest)
 
-# %% ../nbs/09_lora.ipynb #cell-081
+# %% ../nbs/09_lora.ipynb #cell-082
 @contextmanager
 def _folder_for(directory: Path | str | None) -> Iterator[Path]:
     "The given folder, or one that is gone afterwards."
@@ -660,7 +689,7 @@ def _require_shared_start(arms: Mapping[str, Arm]) -> None:
         raise TrainingError(f"loss of the first step: expected the same for both arms, got {shown(first)}; an adapter "
                             "must change nothing before the first update")
 
-# %% ../nbs/09_lora.ipynb #cell-082
+# %% ../nbs/09_lora.ipynb #cell-083
 def compare_tuning(
     config: ExperimentConfig,  # model, data, seed and optimizer of both arms
     *,

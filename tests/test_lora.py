@@ -19,7 +19,7 @@ from torch import nn
 
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint, read_manifest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, load_config, shipped_config
-from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, Contract, NamedGenerator
+from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, Contract, ContractError, NamedGenerator
 from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
 from fault_tolerant_transformer_lab.lora import (
     AdapterState,
@@ -36,6 +36,7 @@ from fault_tolerant_transformer_lab.lora import (
     import_peft,
     lora_layers,
     merge,
+    merged_state,
     n_trainable,
     peft_files,
     target_layers,
@@ -113,11 +114,12 @@ def test_adapting_draws_nothing_from_the_global_generators():
 
 def test_an_adapter_depends_on_seed_and_name_and_on_nothing_else():
     one, all_of_them, reseeded = model_of(), model_of(seed=6), model_of()
-    adapt(one, LoraConfig(targets=("*.qkv",)), seed=1)
+    adapt(one, LoraConfig(targets=("*.expand",)), seed=1)
     adapt(all_of_them, LoraConfig(targets=("*",)), seed=1)
-    adapt(reseeded, LoraConfig(targets=("*.qkv",)), seed=2)
-    first, second, third = (model.blocks[0].attention.qkv.lora_A for model in (one, all_of_them, reseeded))
+    adapt(reseeded, LoraConfig(targets=("*.expand",)), seed=2)
+    first, second, third = (model.blocks[0].mlp.expand.lora_A for model in (one, all_of_them, reseeded))
     assert torch.equal(first, second) and not torch.equal(first, third)
+    assert not torch.equal(second, all_of_them.blocks[0].attention.qkv.lora_A)
 
 
 def test_training_changes_adapters_only_and_every_one_of_them():
@@ -242,7 +244,8 @@ def test_a_merged_model_is_used_and_nothing_else():
     merge(model)
     model.eval()(tokens)
     for refused in (partial(merge, model), partial(AdapterState, model), partial(base_digest, model),
-                    partial(peft_files, model), partial(model.train(), tokens)):
+                    partial(peft_files, model), partial(merged_state, model), model.state_dict,
+                    partial(model.train(), tokens)):
         with pytest.raises(LoraError, match=r"unmerge\(model\)"):
             refused()
     with torch.no_grad():
@@ -252,6 +255,35 @@ def test_a_merged_model_is_used_and_nothing_else():
             model(tokens)
     unmerge(model)
     model(tokens).sum().backward()
+
+
+def test_a_merged_model_cannot_be_saved_whole_and_can_again_once_unmerged(tmp_path):
+    "Its file would hold each adapter twice, and a restore would give a model that nobody trained."
+    model = drawn(model_of_adapted())
+    contract, expected = Contract(model=model), bits(model)
+    with CheckpointStore(tmp_path) as store:
+        merge(model)
+        with pytest.raises(ContractError, match="got merged ones"):
+            store.save(contract, step=0)
+        copied = copy.deepcopy(model)
+        unmerge(copied)
+        assert bits(copied) == expected
+        with pytest.raises(LoraError):  # the copy's guard is its own
+            model.state_dict()
+        unmerge(model)
+        store.save(contract, step=0)
+        drawn(model, seed=9)
+        store.restore(contract)
+    assert bits(model) == expected
+
+
+def test_the_merged_state_is_what_the_merged_model_computes_with():
+    model = drawn(model_of_adapted()).eval()
+    handed_on = model_of(seed=9).eval()
+    handed_on.load_state_dict(merged_state(model))
+    merge(model)
+    tokens = torch.arange(16).reshape(2, 8)
+    assert torch.equal(handed_on(tokens), model(tokens))
 
 
 def test_a_restore_under_a_merged_model_is_noticed_at_its_next_use(tmp_path):
@@ -349,6 +381,24 @@ def test_other_settings_of_the_adapters_are_drift(tmp_path):
             store.restore(TuningRun(TINY, LoraConfig(alpha=4.0)).contract)
         with pytest.raises(CheckpointMismatchError, match=r"lora\.rank: checkpoint 4, requested 2"):
             store.restore(TuningRun(TINY, LoraConfig(rank=2)).contract)
+
+
+def test_a_run_whose_base_came_out_otherwise_is_refused_although_its_configuration_is_the_same(tmp_path, monkeypatch):
+    "As under another release of torch that draws other weights from the same seed."
+    with CheckpointStore(tmp_path) as store:
+        store.save(TuningRun(TINY, LoraConfig()).contract)
+        store.restore(TuningRun(TINY, LoraConfig()).contract)
+        original = Transformer.from_config.__func__
+
+        def otherwise(cls, config):
+            model = original(cls, config)
+            model.norm.weight.data[0] += 1e-6
+            return model
+
+        monkeypatch.setattr(Transformer, "from_config", classmethod(otherwise))
+        with pytest.raises(CheckpointMismatchError) as refused:
+            store.restore(TuningRun(TINY, LoraConfig()).contract)
+    assert [drift.field for drift in refused.value.fields] == ["base"]
 
 
 # Resumed

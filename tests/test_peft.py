@@ -124,6 +124,24 @@ def test_an_adapter_that_peft_made_on_gpt2_is_taken_over_with_the_same_logits(tm
     torch.testing.assert_close(logits(model, TOKENS), logits(theirs, TOKENS), rtol=1e-5, atol=1e-4)
 
 
+def test_a_model_of_ones_own_keeps_its_names_and_peft_computes_the_same_bits(tmp_path):
+    "Not this lab's model and not GPT-2: linear layers by their names, without a translation."
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    model = transformers.LlamaForCausalLM(config).eval()
+    other = transformers.LlamaForCausalLM(config).eval()
+    other.load_state_dict(model.state_dict())
+    adapt(model, LoraConfig(rank=2, targets=("*.q_proj", "*.v_proj")), seed=1)
+    export_peft(trained(model), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(other, tmp_path).eval()
+    assert len(lora_layers(model)) == 4
+    assert torch.equal(logits(loaded, TOKENS), logits(model, TOKENS))
+    again = transformers.LlamaForCausalLM(config).eval()
+    again.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name})
+    assert import_peft(again, tmp_path).rank == 2
+    assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
+
+
 def test_merging_gives_what_peft_merges(tmp_path):
     from fault_tolerant_transformer_lab.lora import merge
 
