@@ -44,6 +44,7 @@ from fault_tolerant_transformer_lab.equivalence import (
     prove_restart,
     prove_training,
 )
+from fault_tolerant_transformer_lab.suspects import OUTSIDE
 from fault_tolerant_transformer_lab.training import TrainingRun
 
 SMALL = ExperimentConfig(vocab_size=64, block_size=8, d_model=8, n_heads=2, n_layers=1, dropout=0.1, seed=5, steps=4,
@@ -64,20 +65,24 @@ def first_row(proof: equivalence.Proof) -> equivalence.Row:
 
 
 def test_every_boundary_and_every_kind_of_disk_operation_is_survived_by_a_real_kill() -> None:
-    proof = quietly(example_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False)
+    proof = quietly(example_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False, resumes=1)
     proof.raise_if_different()
     places = [row.boundary for row in proof.rows[1:]]
     assert {f"step 2, {name}" for name in equivalence.BOUNDARIES if name != "during_write"} <= set(places)
     during = {place.split(": ")[1] for place in places if "during_write" in place}
     for operation in ("create", "write", "fsync", "replace", "sync_directory"):
         assert {f"before {operation}", f"after {operation}"} <= during
-    assert {row.stopped for row in proof.rows[1:]} == {"SIGKILL"}
+    assert {row.stopped for row in proof.rows[1:]} == {"SIGKILL", "SIGKILL ×3"}
+    assert proof.rows[-1].boundary == "step 2, after_publication; step 2, during_restore; step 2, after_restore"
+    assert proof.rows[-1].segments[0] == (0, 2) and proof.rows[-1].segments[-1] == (2, 3)
 
 
 def test_every_split_of_a_run_by_clean_stops_is_equal() -> None:
     proof = in_process(example_run, steps=8, interrupt_at="every", knock_out=False)
     proof.raise_if_different()
-    assert [row.boundary for row in proof.rows[1:]] == [f"step {step}, step boundary" for step in range(1, 8)]
+    assert [row.boundary for row in proof.rows[1:8]] == [f"step {step}, step boundary" for step in range(1, 8)]
+    assert [(row.boundary, row.stopped) for row in proof.rows[8:]] == [
+        ("steps 4, 5, 6, step boundary", "clean stop ×3")]
 
 
 def test_a_chain_of_kills_in_one_run() -> None:
@@ -115,7 +120,7 @@ def test_the_labs_own_run_is_a_restartable_run_like_any_other() -> None:
 def test_train_survives_stops_signals_and_kills() -> None:
     proof = prove_training(SMALL, interrupt_at=[3], progress_bar=False)
     proof.raise_if_different()
-    assert {row.stopped for row in proof.rows[1:]} == {"clean stop", "SIGTERM", "SIGKILL", "SIGKILL ×2"}
+    assert {row.stopped for row in proof.rows[1:]} == {"clean stop", "SIGTERM", "SIGKILL", "SIGKILL ×2", "SIGKILL ×3"}
     assert {one.participant: one.outcome for one in proof.knockouts} == dict.fromkeys(
         ("model", "optimizer", "progress", "rng"), "caught")
 
@@ -131,6 +136,10 @@ EXPECTED = {  # fault: step, restoring, first leaf, suspect
     "batch repeated": (4, False, "model.0.weight", "data position"),
     "position left out": (4, False, "model.0.weight", "data position"),
     "learning rate off by one": (4, False, "model.0.weight", "learning rate"),
+    "step off by one": (4, False, "model.0.weight", "step off by one"),
+    "second batch skipped": (5, False, "model.0.weight", "data position"),
+    "momentum changed": (4, False, "model.0.weight", "optimizer"),
+    "noise left out": (4, False, "model.0.weight", "generator run.noise"),
 }
 
 
@@ -147,11 +156,58 @@ def test_a_planted_fault_is_found_where_it_begins(fault: str) -> None:
 
 
 def test_every_fault_has_its_expectation() -> None:
-    assert set(FAULTS) == {*EXPECTED, "not deterministic", "nothing learned"}
+    elsewhere = {"not deterministic", "nothing learned", "pass left out", "threads changed", "average left out"}
+    assert set(FAULTS) == {*EXPECTED, *elsewhere}
 
+
+def test_a_pass_that_is_not_counted_on_is_told_from_a_lost_position() -> None:
+    proof = in_process(faulty("pass left out"), steps=8, interrupt_at=[3, 7], knock_out=False, resumes=1)
+    assert [row.outcome for row in proof.rows] == ["equal", "equal", "different"]  # the first pass has nothing to lose
+    found = first_row(proof).divergence
+    assert found is not None and (found.step, found.suspect) == (8, "sampler epoch")
+    assert "that of step 2, 6 steps back" in found.reason
+
+
+def test_a_drift_in_the_last_bits_is_laid_on_the_threads() -> None:
+    proof = in_process(faulty("threads changed"), steps=9, interrupt_at=[2], knock_out=False, resumes=1)
+    found = first_row(proof).divergence
+    assert proof.verdict is Verdict.DIVERGENT and found is not None
+    assert found.suspect == "environment" and "threads 1 and 2" in found.reason and found.max_ulp in range(1, 9)
+
+
+def test_the_suspects_name_what_nobody_declared() -> None:
+    found = first_row(in_process(faulty("counter left out"), steps=4, interrupt_at=[2], knock_out=False)).divergence
+    assert found is not None and [suspect.name for suspect in found.suspects] == [OUTSIDE, "run.counter"]
+    assert "(2 and 0)" in found.suspects[1].reason
+
+
+def test_an_average_outside_the_checkpoint_is_no_equivalence() -> None:
+    proof = in_process(faulty("average left out"), steps=4, interrupt_at=[2], knock_out=False)
+    assert proof.verdict is Verdict.NOT_EXERCISED and "did not survive: run.average" in proof.reason
+    in_process(faulty("average left out"), steps=4, interrupt_at=[2], knock_out=False,
+               expendable=["run.average"]).raise_if_different()
+
+
+def test_scratch_that_every_step_writes_anew_is_not_called_lost() -> None:
+    class Scratch(ExampleRun):
+        def advance(self) -> float:
+            loss = super().advance()
+            self.last = self.inputs * loss
+            return loss
+
+    in_process(lambda directory: Scratch(), steps=4, interrupt_at=[2], knock_out=False).raise_if_different()
+
+
+def test_the_evidence_of_a_difference_is_kept() -> None:
+    found = first_row(in_process(faulty("learning rate off by one"), steps=4, interrupt_at=[2])).divergence
+    assert found is not None
+    assert found.evidence["rates"] == [[0.05 / 3], [0.05 / 4]] and found.evidence["gradients"] == []
+    assert found.evidence["batch"][0] == found.evidence["batch"][1] and "loss" not in found.evidence["differing"]
+    assert found.evidence["n_differing"] == len(found.evidence["differing"]) > 4
 
 def test_a_fault_is_found_after_a_kill_too() -> None:
-    proof = quietly(faulty("generator lost"), steps=4, interrupt_at=[3], boundaries=["after_update"], knock_out=False)
+    proof = quietly(faulty("generator lost"), steps=4, interrupt_at=[3], boundaries=["after_update"], knock_out=False,
+                    resumes=1)
     assert {row.stopped: row.outcome for row in proof.rows[1:]} == {"clean stop": "different", "SIGKILL": "different"}
 
 
@@ -202,8 +258,8 @@ def test_a_repeated_batch_is_suspected_even_where_no_batch_digest_is_kept() -> N
         return run
 
     found = first_row(in_process(make_run, steps=4, interrupt_at=[2], knock_out=False)).divergence
-    assert found is not None and (found.step, found.suspect) == (3, "data position or state outside the contract")
-    assert "no batch digest is recorded" in found.reason
+    assert found is not None and (found.step, found.suspect) == (3, "data position")
+    assert "that of step 2" in found.reason  # known by what the model was called with
 
 
 def without_batch_digests(run: ExampleRun) -> ExampleRun:
@@ -213,7 +269,7 @@ def without_batch_digests(run: ExampleRun) -> ExampleRun:
 
 
 @pytest.mark.parametrize(("fault", "suspect"), [
-    ("counter left out", "data position or state outside the contract"),
+    ("counter left out", "state outside the contract"),
     ("model left out", "the model is in no participant"), ("generator lost", "generator torch_cpu")])
 def test_what_is_undeclared_is_suspected_too_where_no_batch_digest_is_kept(fault: str, suspect: str) -> None:
     proof = in_process(lambda directory: without_batch_digests(ExampleRun(fault)), steps=4, interrupt_at=[2],
@@ -323,7 +379,85 @@ class StartsOverDriver(ContractDriver):
 def test_published_work_that_is_done_again_is_no_equivalence(tmp_path: Path) -> None:
     proof = proved(StartsOverDriver(example_run, 4), tmp_path, CLEAN_AT_3)
     found = first_row(proof).divergence
-    assert proof.verdict is Verdict.DIVERGENT and found is not None and "started over" in found.reason
+    assert proof.verdict is Verdict.LOST_WORK and found is not None and "3 published steps were" in found.reason
+    assert "did 3 published steps over again" in proof.reason and proof.rows[1].lost == 3
+    with pytest.raises(ProofError, match="LOST_WORK"):
+        proof.raise_if_different()
+
+
+def test_a_loss_that_never_changes_tells_of_no_fault() -> None:
+    class Flat(ExampleRun):
+        def advance(self) -> float:
+            super().advance()
+            self.progress.losses.fill_(1.0)
+            return 1.0
+
+    proof = in_process(lambda directory: Flat(), steps=4, interrupt_at=[2])
+    assert proof.verdict is Verdict.NOT_EXERCISED and "the loss is the same at every step" in proof.reason
+
+
+# --- Modes, cost, places
+
+
+def test_the_cheap_mode_resumes_at_every_step_and_does_not_see_what_shows_later() -> None:
+    blind = faulty("second batch skipped")
+    proof = in_process(blind, steps=6, mode="inductive")
+    proof.raise_if_different()
+    assert proof.mode == "inductive" and [row.segments[-1] for row in proof.rows[1:]] == [
+        (step, step + 1) for step in range(1, 6)]
+    assert in_process(blind, steps=6, mode="inductive", horizon=2).verdict is Verdict.DIVERGENT
+    assert in_process(blind, steps=6).verdict is Verdict.DIVERGENT
+    for fault in ("generator lost", "batch repeated", "momentum changed"):
+        assert in_process(faulty(fault), steps=4, mode="inductive", knock_out=False).verdict is Verdict.DIVERGENT
+
+
+def test_a_proof_costs_no_more_than_it_says() -> None:
+    for n in (4, 8):
+        full = in_process(example_run, steps=n).facts["cost"]
+        cheap = in_process(example_run, steps=n, mode="inductive").facts["cost"]
+        assert full["proof"] <= full["bound"] == n / 2 + 3 and cheap["proof"] <= cheap["all"] <= cheap["bound"] == 4
+    assert full["uninterrupted"] == 2 and full["recovered"] == (7 * 8 / 2 + 4) / 8  # singles, and a chain of three
+    assert cheap == {"uninterrupted": 2.0, "recovered": 0.875, "left out": 0.625, "proof": 2.875, "all": 3.5,
+                     "bound": 4.0}
+
+
+def test_any_row_can_be_had_again_by_its_point() -> None:
+    proof = in_process(faulty("generator lost"), steps=4, knock_out=False)
+    point = next(row.point for row in proof.rows if row.divergence)
+    again = in_process(faulty("generator lost"), steps=4, knock_out=False, points=[point])
+    assert [row.point for row in again.rows[1:]] == [point] == ["clean@1"] and again.verdict is Verdict.DIVERGENT
+    assert first_row(again).divergence == first_row(proof).divergence
+
+
+class Accumulating(ExampleRun):
+    "Two forward passes in a step, and an evaluation after it."
+
+    def advance(self) -> float:
+        rows = self.passes.take(4)
+        self.optimizer.param_groups[0]["lr"] = 0.05
+        self.optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(self.model(self.inputs[part]), self.targets[part]) for part in rows.split(2)]
+        for loss in losses:
+            (loss / 2).backward()
+        self.optimizer.step()
+        self.model.eval()
+        self.model(self.inputs)
+        self.model.train()
+        self.progress.record(losses[0].item(), 4)
+        return losses[0].item()
+
+
+def accumulating_run(directory: Path) -> Accumulating:
+    return Accumulating()
+
+
+def test_a_run_is_killed_inside_accumulation_during_evaluation_and_during_its_recovery() -> None:
+    proof = quietly(accumulating_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False, resumes=1,
+                    boundaries=["in_accumulation", "in_evaluation", "during_restore", "after_restore"])
+    proof.raise_if_different()
+    assert [row.boundary for row in proof.rows[1:]] == [
+        "step 2, in_accumulation", "step 2, in_evaluation",
+        "step 2, after_publication; step 2, during_restore; step 2, after_restore"]
 
 
 def test_a_run_that_reading_its_state_changes_is_not_called_nondeterministic() -> None:
@@ -443,7 +577,7 @@ def hand_made_run(directory: Path) -> HandMadeRun:
 
 
 def test_a_kill_that_never_came_is_not_counted_as_survived() -> None:
-    proof = quietly(hand_made_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False,
+    proof = quietly(hand_made_run, steps=3, interrupt_at=[2], how="sigkill", knock_out=False, resumes=1,
                     boundaries=["before_forward", "after_backward"])
     assert proof.verdict is Verdict.NOT_EXERCISED and "step 2, after_backward was never reached" in proof.reason
     assert [row.outcome for row in proof.rows if "after_backward" in row.boundary] == ["not exercised"]
@@ -534,8 +668,11 @@ def test_what_is_no_run_is_refused_by_name() -> None:
     ({"how": "sigterm"}, "how: expected clean, sigkill or both, got sigterm"),
     ({"how": "sigkill", "in_process": True}, "how: expected clean or both, got sigkill"),
     ({"boundaries": ["lunch"]}, "boundaries: expected some of before_forward, .* got 'lunch'"),
-    ({"resumes": 0}, "resumes: expected at least 1"),
+    ({"resumes": 0}, "resumes.*: expected at least 1"),
     ({"save_every": 0}, "save_every.*: expected at least 1"),
+    ({"mode": "quick"}, "mode: expected 'full', or 'inductive' with clean stops"),
+    ({"mode": "inductive", "save_every": 2}, "mode: expected .* got 'inductive' with clean and save_every=2"),
+    ({"points": ["clean"]}, "point: expected places such as clean@3"),
 ])
 def test_impossible_wishes_are_refused(wishes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
