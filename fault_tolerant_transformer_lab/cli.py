@@ -874,8 +874,8 @@ class CompareTuning:
         return Outcome(found.table())
 
 # %% ../nbs/10_cli.ipynb #cell-112
-CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "real-faults", "states", "power", "soak", "memory", "damage",
-             "writers", "hostile", "copies", "mutants", "peers")
+CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
+             "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
 
 def report_outcome(

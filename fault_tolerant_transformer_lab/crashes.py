@@ -262,6 +262,7 @@ def continue_example(
     steps: int,  # completed steps to reach
     disk: Disk | None = None,  # the seam; None is the real disk
     keep_last: int = 2,  # see `CheckpointStore`
+    background: bool = False,  # save in the background, the copy hidden behind the next step
 ) -> str:  # the state's digest at the end
     "Start the example run or resume it, and save after each step."
     with deterministic(threads=1):
@@ -271,7 +272,7 @@ def continue_example(
                 store.restore(run.contract)
             while run.progress.step < steps:
                 run.advance()
-                store.save(run.contract)
+                store.save(run.contract, wait=not background, overlap=background)
         return state_digest(run.contract.capture())
 
 
@@ -288,11 +289,12 @@ def kill_once(
     before: int,  # steps that the template holds
     disk: Disk,  # kills
     final: str,  # the state's digest after `before + 2` steps without any fault
+    background: bool = False,  # see `continue_example`
 ) -> list[str]:  # broken promises
     "Kill one save, look at what is left as a reader, then go on as the same run."
     shutil.copytree(template, place)
     store = place / "checkpoints"
-    ended = in_child(lambda: continue_example(store, before + 1, disk))
+    ended = in_child(lambda: continue_example(store, before + 1, disk, background=background))
     if ended.signal != signal.SIGKILL:
         raise RuntimeError(f"expected a child killed by SIGKILL, got {ended}")
     wrong = violations(read_back(store), Expectation(before, before + 1, min(before, 2)))
@@ -309,6 +311,7 @@ def kill_once(
 def kill_everywhere(
     work: Path,  # an empty folder to work in
     before: int,  # saves that precede the one that is killed; 0 kills the first of all
+    background: bool = False,  # see `continue_example`
 ) -> Tried:
     "Kill a save before, in the middle of and after each of its operations, opening of the store included."
     template = work / "template"
@@ -319,11 +322,12 @@ def kill_everywhere(
     final = continue_example(work / "direct" / "checkpoints", before + 2)
     shutil.copytree(template, work / "counted")
     recorder = RecordingDisk()
-    continue_example(work / "counted" / "checkpoints", before + 1, recorder)
-    tried = Tried("SIGKILL at each operation of " + ("a save with retention" if before else "a first save"))
+    continue_example(work / "counted" / "checkpoints", before + 1, recorder, background=background)
+    save = ("a save with retention" if before else "a first save") + (" in the background" if background else "")
+    tried = Tried(f"SIGKILL at each operation of {save}")
     for k, record in enumerate(recorder.records):
         for moment in moments_of(record):
-            wrong = kill_once(template, work / "killed", before, KillingDisk(k, moment), final)
+            wrong = kill_once(template, work / "killed", before, KillingDisk(k, moment), final, background)
             tried.add(wrong, f"{moment} {record}")
     tried.detail = {"operations": len(recorder.records)}
     return tried
@@ -1019,6 +1023,7 @@ SOAK = ExperimentConfig(
     vocab_size=32, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.1, seed=2712, steps=60, batch_size=2,
     learning_rate=3e-3, checkpoint_every=2, weight_decay=0.1, grad_clip=1.0,
 )
+MODES = ("sync", "async", "overlapped")  # see `ExperimentConfig.checkpoint_mode`; an attempt saves in the next one
 CHAIN = 5  # kills that each run gets at least
 _PHASES = ("starting", "before_forward", "after_backward", "after_update", "during_write", "after_publication")
 
@@ -1149,13 +1154,14 @@ def soak(
             return asdict(_soak(directory / f"worker-{worker}", own, config, seed * 1000 + worker, reference, bar))
 
     total = Tried("SIGKILL at random moments of training runs")
-    phases: Counter[str] = Counter()
+    phases, modes = Counter[str](), Counter[str]()
     for part in in_parallel(_share, n_workers):
         total.merge(Tried(**part))
         phases.update(part["detail"]["phases"])
+        modes.update(part["detail"]["modes"])
         for name, combine in (("runs", sum), ("longest_chain", max)):
             total.detail[name] = combine([total.detail.get(name, 0), part["detail"][name]])
-    total.detail["phases"] = dict(sorted(phases.items()))
+    total.detail |= {"phases": dict(sorted(phases.items())), "modes": dict(sorted(modes.items()))}
     if not total.lost:
         shutil.rmtree(directory)
     return total
@@ -1165,7 +1171,7 @@ def _soak(
     work: Path, kills: int, config: ExperimentConfig, seed: int, reference: Reference, bar: "tqdm[Any]",
 ) -> Tried:
     "One worker's share."
-    tried, phases, draw = Tried("soak"), Counter[str](), random.Random(seed)
+    tried, phases, modes, draw = Tried("soak"), Counter[str](), Counter[str](), random.Random(seed)
     n_runs = longest = 0
     while tried.tried < kills:
         folder, watched, chain, n_runs = work / f"run-{n_runs}", Watched(), 0, n_runs + 1
@@ -1175,9 +1181,11 @@ def _soak(
             delay = draw.uniform(0, reference.seconds * draw.choice((0.15, 0.6)))
             more = tried.tried < kills
             watched.latest = config.steps * (chain + 1) // (CHAIN + 1) if more and chain < CHAIN else None
-            if not attempt(config, folder, watched, delay if more else None):
+            mode = MODES[(n_runs + chain) % len(MODES)]
+            if not attempt(config.replace(checkpoint_mode=mode), folder, watched, delay if more else None):
                 break
             chain += 1
+            modes[mode] += 1
             phases["recovering" if had and watched.phase == "starting" else watched.phase] += 1
             found = read_back(folder / "checkpoints")
             wrong = violations(found, Expectation(watched.acknowledged, config.steps))
@@ -1189,7 +1197,8 @@ def _soak(
             tried.examples.append(f"run {n_runs}, {chain} kills: {'; '.join(end)}")
         if not (end or tried.lost):
             shutil.rmtree(folder)
-    tried.detail = {"runs": n_runs, "longest_chain": longest, "phases": dict(phases)}
+    tried.detail = {"runs": n_runs, "longest_chain": longest, "phases": dict(phases),
+                    "modes": dict(modes)}
     return tried
 
 # %% ../nbs/08_crashes.ipynb #cell-095
@@ -2276,6 +2285,7 @@ def _campaigns(
         yield f"kills-{before}", lambda path, before=before: kill_everywhere(path, before)  # type: ignore[misc]
         yield (f"errnos-{before}",
                lambda path, before=before: fail_everywhere(path, before, scale.codes))  # type: ignore[misc]
+    yield "kills-background", lambda path: kill_everywhere(path, 3, background=True)
     yield "real faults", fail_really
     yield "states", lambda path: _states_rows(path, scale, n_workers, bar)
     yield "power", lambda path: power_cuts(path, scale.cuts_saves)
@@ -2287,8 +2297,8 @@ def _campaigns(
     yield "copies", copies
 
 # %% ../nbs/08_crashes.ipynb #cell-167
-CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "real faults", "states", "power", "soak", "memory",
-             "damage", "writers", "hostile", "copies", "mutants", "peers")
+CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real faults", "states", "power",
+             "soak", "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
 
 def _compare(report: Report, work: Path, repeats: int, wanted: set[str]) -> None:

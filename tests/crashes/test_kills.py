@@ -20,9 +20,10 @@ from fault_tolerant_transformer_lab.crashes import (
 from fault_tolerant_transformer_lab.publication import PublicationError, RecordingDisk
 
 
-@pytest.mark.parametrize("before", [0, 3], ids=["first save", "save with retention"])
-def test_killed_at_every_operation_the_run_goes_on_as_the_same_run(memory_dir, before):
-    tried = kill_everywhere(memory_dir, before)
+@pytest.mark.parametrize(("before", "background"), [(0, False), (3, False), (3, True)],
+                         ids=["first save", "save with retention", "save in the background"])
+def test_killed_at_every_operation_the_run_goes_on_as_the_same_run(memory_dir, before, background):
+    tried = kill_everywhere(memory_dir, before, background)
     assert tried.lost == 0, tried.examples
     assert tried.tried >= 40 and tried.detail["operations"] >= 19
 

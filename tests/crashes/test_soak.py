@@ -5,6 +5,7 @@ import pytest
 from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
     CHAIN,
+    MODES,
     SOAK,
     Reference,
     Report,
@@ -24,6 +25,7 @@ def test_runs_killed_at_random_moments_end_as_the_undisturbed_run(memory_dir, ki
     assert tried.tried == kills and tried.lost == 0, tried.examples
     assert tried.detail["longest_chain"] >= CHAIN
     assert {"recovering", "during_write"} <= set(tried.detail["phases"]), tried.detail
+    assert set(tried.detail["modes"]) == set(MODES), tried.detail
     assert not (memory_dir / "soak").exists()
 
 
