@@ -454,7 +454,9 @@ class Witness:
         if self.attempt.observe:
             self._watch, self._auditor = StepWatch(contract, self._forward), Auditor(run, contract)
         kinds = {name: _kind_of(contract.participants[name]) for name in _computation_order(contract)}
-        self._see("started", step, participants=kinds)
+        told = contract.capture(step=step) if self.attempt.observe else None
+        identity = {} if told is None else {"identity": told.identity, "description": told.description}
+        self._see("started", step, participants=kinds, **identity)
 
     def completed(self, step: int, loss: float) -> None:  # the step just completed, and its loss
         "Note a completed step."
@@ -1540,6 +1542,7 @@ class Prover:
     keep: bool = True  # keep each run's folder; False deletes what has been compared
     steps_run: int = 0  # so far, replayed steps included
     cost: dict[str, int] = field(default_factory=dict)  # the same by the kind of run
+    asked: dict[str, Any] = field(default_factory=dict)  # arguments with which the proof can be had again: JSON data
 
     def follow(
         self,
@@ -1791,13 +1794,15 @@ def _told_of(
 ) -> dict[str, Any]:  # JSON data
     "State what the proof was run with."
     begun = direct.attempts[0].events("started") if direct.attempts else []
-    return {"threads": prover.threads, "jobs": prover.bench.jobs,
+    return {"asked": prover.asked, "threads": prover.threads, "jobs": prover.bench.jobs,
             "attempts": prover.bench.started, "steps_run": prover.steps_run,
             "compared": _compared(begun[0]) if begun else {},
             "batches": any(line.get("batch") for ended in direct.attempts for line in ended.events("step")),
             "step_digests": [step_digest(record) for record in _by_step(direct).values()] if begun else [],
             "metrics_log": (direct.folder / "run" / "metrics.jsonl").exists(),
             "processes": "one" if prover.bench.in_process else "one for each attempt",
+            "identity": begun[0].get("identity") if begun else None,
+            "description": begun[0].get("description") if begun else None,
             "environment": begun[0]["environment"] if begun else None}
 
 # %% ../nbs/07_equivalence.ipynb #cell-107
@@ -1848,24 +1853,43 @@ def prove_restart(
 
     Raises `TypeError` where `make_run` cannot be sent to a child process, `ValueError` for impossible wishes.
     """
-    offered = ("clean",) if in_process else ("clean", "sigkill")
-    if mode == "inductive" or (in_process and how == "both"):
-        how = "clean" if how == "both" else how
-    ways = _chosen_ways(how, offered)
-    _check_numbers(steps=steps, save_every=save_every, resumes=resumes, horizon=horizon)
-    if mode not in ("full", "inductive") or (mode == "inductive" and (save_every != 1 or ways != ["clean"])):
-        raise ValueError("mode: expected 'full', or 'inductive' with clean stops and save_every=1, since it resumes "
-                         f"from every step, got {mode!r} with {', '.join(ways)} and save_every={save_every}")
-    driver = ContractDriver(make_run, steps, save_every)
+    clean_only = in_process or mode == "inductive"
+    ways = _chosen_ways("clean" if clean_only and how == "both" else how, ("clean",) if in_process else _RESTART_WAYS)
+    asked = {"steps": steps, "interrupt_at": _listed(interrupt_at), "how": ways,
+             "mode": mode, "horizon": horizon, "resumes": resumes, "save_every": save_every, "points": list(points),
+             "boundaries": _chosen_boundaries(boundaries), "expendable": list(expendable), "operations": operations,
+             "knock_out": knock_out, "threads": threads, "in_process": in_process}
+    wishes, driver = _wishes_of(asked), ContractDriver(make_run, steps, save_every)
     if not in_process:
         _check_picklable(driver)
-    chosen = _chosen_steps(interrupt_at, steps)
-    wishes = Wishes(chosen, ways, resumes, operations, knock_out, None, _chosen_boundaries(boundaries),
-                    [max(1, steps // 2)] if interrupt_at == "every" else None, horizon if mode == "inductive" else None,
-                    [read_point(point) for point in points], tuple(expendable))
     bench = Bench(driver, jobs or _usable_cores(), in_process, hang_timeout)
     with _workspace_for(directory) as workspace:
-        return prove(Prover(bench, workspace, steps, threads, directory is not None), wishes, progress_bar)
+        prover = Prover(bench, workspace, steps, threads, directory is not None, asked=asked)
+        return prove(prover, wishes, progress_bar)
+
+
+_RESTART_WAYS = ("clean", "sigkill")
+
+
+def _listed(interrupt_at: str | Iterable[int]) -> str | list[int]:
+    "Give a wish as JSON data; whether it can be met is checked later."
+    return interrupt_at if isinstance(interrupt_at, str) else list(interrupt_at)
+
+
+def _wishes_of(
+    asked: dict[str, Any],  # arguments of `prove_restart` that decide what is interrupted
+) -> Wishes:
+    "Turn arguments into wishes. Raises `ValueError` for impossible ones."
+    _check_numbers(**{name: asked[name] for name in ("steps", "save_every", "resumes", "horizon")})
+    mode, steps, ways = asked["mode"], asked["steps"], asked["how"]
+    if mode not in ("full", "inductive") or (mode == "inductive" and (asked["save_every"] != 1 or ways != ["clean"])):
+        raise ValueError("mode: expected 'full', or 'inductive' with clean stops and save_every=1, since it resumes "
+                         f"from every step, got {mode!r} with {', '.join(ways)} and save_every={asked['save_every']}")
+    return Wishes(_chosen_steps(asked["interrupt_at"], steps), ways, asked["resumes"], asked["operations"],
+                  asked["knock_out"], None, asked["boundaries"],
+                  [max(1, steps // 2)] if asked["interrupt_at"] == "every" else None,
+                  asked["horizon"] if mode == "inductive" else None,
+                  [read_point(point) for point in asked["points"]], tuple(asked["expendable"]))
 
 
 def _check_numbers(**numbers: int) -> None:
@@ -1910,5 +1934,9 @@ def prove_training(
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
                     points=[read_point(point) for point in points])
     bench = Bench(TrainingDriver(config), jobs or _usable_cores(), False, hang_timeout)
+    asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,
+             "points": [point_of(stops) for stops in wishes.points], "operations": operations, "knock_out": knock_out,
+             "threads": threads}
     with _workspace_for(directory) as workspace:
-        return prove(Prover(bench, workspace, config.steps, threads, directory is not None), wishes, progress_bar)
+        prover = Prover(bench, workspace, config.steps, threads, directory is not None, asked=asked)
+        return prove(prover, wishes, progress_bar)
