@@ -53,6 +53,7 @@ from fault_tolerant_transformer_lab.training import (
     TrainingError,
     TrainingRun,
     deterministic,
+    make_average,
     make_optimizer,
     no_boundary,
     read_regular,
@@ -108,7 +109,8 @@ class LoraLinear(nn.Linear):
         generator: torch.Generator,  # on the CPU; draws A
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would draw weights from the global generator
-        self.in_features, self.out_features, self.rank, self.alpha = base.in_features, base.out_features, rank, alpha
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.rank, self.alpha = rank, alpha
         self.weight, self.bias = base.weight, base.bias
         self.train(base.training)
         drawn = torch.empty(rank, base.in_features, dtype=torch.float32)
@@ -139,10 +141,6 @@ class LoraLinear(nn.Linear):
             raise LoraError("expected the adapters that were merged, got others: they were changed since; call "
                             "unmerge(model) and merge(model) again")
         return y
-
-    def extra_repr(self) -> str:
-        "What `repr(model)` tells of this layer."
-        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
 
 # %% ../nbs/09_lora.ipynb #cell-020
 def target_layers(
@@ -305,18 +303,19 @@ def base_digest(
 
 
 class AdapterState(nn.Module):
-    "What of a model can change while its base is frozen, as a participant: trainable parameters and saved buffers."
+    "What changes while a base is frozen, as a participant: adapters, all else that is trainable, and saved buffers."
 
     def __init__(
         self,
         model: nn.Module,  # with adapters; its tensors are shared, so that a restore fills them in place
     ) -> None:
         super().__init__()
-        _require_apart(_adapted(model), "to take part in a contract")
+        layers = _adapted(model)
+        _require_apart(layers, "to take part in a contract")
         for name, tensor in _saved_tensors(model).items():
             *parents, last = name.split(".")
             holder: nn.Module = self
-            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            if isinstance(tensor, nn.Parameter) and not (tensor.requires_grad or _is_adapters(name, layers)):
                 continue
             for parent in parents:
                 if parent not in holder._modules:
@@ -342,14 +341,16 @@ class TuningRun(TrainingRun):
         self.base_digest = base_digest(self.model)
         if lora is None:
             return
-        if more := self.contract.participants.keys() - {"model", "optimizer", "progress", "rng"}:
-            raise TrainingError(f"expected a configuration whose run has model and optimizer alone, got one with "
-                                f"{', '.join(sorted(more))}; adapters are trained without")
         adapt(self.model, lora, seed=config.seed)
         self.optimizer = make_optimizer(self.model, config)
+        average = {}
+        if config.ema_decay is not None:
+            self.ema = make_average(self.model, config.ema_decay)
+            average = {"ema": AdapterState(self.ema)}
         self.contract = Contract(
             identity={"config": config, "data": self.batches.source, "base": self.base_digest, "lora": lora},
-            adapters=AdapterState(self.model), optimizer=self.optimizer, progress=self.progress, rng=RandomGenerators())
+            adapters=AdapterState(self.model), **average, optimizer=self.optimizer, progress=self.progress,
+            rng=RandomGenerators())
 
 
 def tuning_run(

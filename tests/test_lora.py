@@ -414,6 +414,23 @@ def test_a_lora_run_is_resumed_bit_for_bit_after_sigkill_and_misses_every_partic
         ("adapters", "optimizer", "progress", "rng"), "caught")
 
 
+def test_an_average_of_the_adapters_is_kept_and_resumed_too(tmp_path):
+    config = TINY.replace(ema_decay=0.5)
+    proof = prove_restart(partial(tuning_run, config=config, lora=LoraConfig()), steps=4, interrupt_at=[2, 3],
+                          how="clean", in_process=True, progress_bar=False)
+    proof.raise_if_different()
+    assert {one.participant: one.outcome for one in proof.knockouts}["ema"] == "caught"
+    run = TuningRun(config, LoraConfig())
+    for _ in range(3):
+        run.advance()
+    names = set(run.contract.capture().tree["ema"])
+    assert names == {"n_averaged"} | {f"module.{name}" for name in run.contract.capture().tree["adapters"]}
+    base = {name: data for name, data in bits(run.model).items() if "lora" not in name}
+    averaged = bits(run.ema.module)
+    assert all(averaged[name] == data for name, data in base.items())
+    assert compare_tuning(config).arms["full"].base_digest == compare_tuning(TINY).arms["lora"].base_digest
+
+
 def adapters_alone(directory: Path) -> TuningRun:
     "A run that saves what a file of adapters usually holds."
     run = TuningRun(TINY.replace(dropout=0.0), LoraConfig())
@@ -574,7 +591,8 @@ def test_the_committed_artifact_is_what_the_comparison_gives():
     committed = json.loads(ARTIFACT.read_text())
     found = compare_tuning(SMOKE).to_plain()
     assert committed.keys() == found.keys()
-    for name in ("config", "fingerprint", "lora"):
+    assert ExperimentConfig(**committed["config"]) == SMOKE
+    for name in ("fingerprint", "lora"):
         assert committed[name] == found[name]
     for arm, counts in {"full": (28_032, 28_032), "lora": (1_536, 29_568)}.items():
         there, here = committed["arms"][arm], found["arms"][arm]
