@@ -1129,15 +1129,17 @@ class PlainState:
         obj: object,  # whose attributes are state; a restore sets them on this very object
         fields: str | Iterable[str] | None = None,  # their names; None takes every instance attribute, also later ones
     ) -> None:
-        "Raises `ContractError` where a field is not there, or cannot be set."
+        "Raises `ContractError` where a field is not there, or cannot be set, or the whole has its own `state_dict`."
         self.obj = obj
         self.fields = None if fields is None else _settable(obj, [fields] if isinstance(fields, str) else list(fields))
-        if self.fields is None and not hasattr(obj, "__dict__"):
-            raise ContractError(f"PlainState: {_named(obj)} has no instance attributes to take; name them with fields=")
+        if self.fields is None and (isinstance(obj, Stateful) or not hasattr(obj, "__dict__")):
+            remedy = "make it a participant itself" if isinstance(obj, Stateful) else "it has no instance attributes"
+            raise ContractError(f"PlainState: {_named(obj)} is not for taking whole: {remedy}, or name fields=")
 
     def state_dict(self) -> dict[str, Any]:
         "The attributes by name."
-        return {name: getattr(self.obj, name) for name in (vars(self.obj) if self.fields is None else self.fields)}
+        names = sorted(vars(self.obj)) if self.fields is None else self.fields  # in whichever order they appeared
+        return {name: getattr(self.obj, name) for name in names}
 
     def validate_capture(self) -> None:
         "Raise where an attribute is a parameter, which would come back as a tensor that no gradient reaches."
@@ -1183,6 +1185,26 @@ def _settable(obj: object, names: list[str]) -> list[str]:
     return names
 
 # %% ../nbs/03_contract.ipynb #cell-122
+def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(_unwrapped(module).named_parameters())
+
+
+def _gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    "Every gradient that there is."
+    return {name: p.grad for name, p in _parameters_by_name(module).items() if p.grad is not None}
+
+
+def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    "Give each parameter its gradient, in the tensor that is filled already where it is one, and none to the others."
+    for name, parameter in _parameters_by_name(module).items():
+        gradient = gradients.get(name)
+        if gradient is None:
+            parameter.grad = None
+        elif parameter.grad is None or not _is_same(gradient, parameter.grad):
+            # A gradient lies where its parameter does, and as its parameter does.
+            parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
+
+# %% ../nbs/03_contract.ipynb #cell-125
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1203,21 +1225,16 @@ class Accumulation:
         self.done = (self.done + 1) % self.every
         return self.done == 0
 
-    def _parameters(self) -> dict[str, Tensor]:
-        return dict(_unwrapped(self.module).named_parameters())
-
     def state_dict(self) -> dict[str, Any]:
         "The count and every gradient that there is, by its parameter's name."
-        gradients = {name: parameter.grad for name, parameter in self._parameters().items()}
-        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        return {"every": self.every, "done": self.done, "gradients": present}
+        return {"every": self.every, "done": self.done, "gradients": _gradients(self.module)}
 
     def validate_capture(self) -> None:
         "Raise where a checkpoint taken now would lose gradients."
         if self.done and not self.save:
             raise ContractError(f"{self.done} of {self.every} micro-batches are in, and their gradients would be lost: "
                                 "capture after the update, or save them with Accumulation(..., save=True)")
-        stray = [] if self.done else [name for name, grad in self.state_dict()["gradients"].items() if grad.any()]
+        stray = [] if self.done else [name for name, gradient in _gradients(self.module).items() if gradient.any()]
         if stray:
             names = ", ".join(stray[:3] + ["..."] * (len(stray) > 3))
             raise ContractError(f"no micro-batch is counted, but {names} have gradients: call add() after each "
@@ -1228,17 +1245,7 @@ class Accumulation:
         state: Mapping[str, Any],  # what `state_dict` gave; tensors need not be loaded
     ) -> None:
         "Raise where the state is that of another accumulation or module, and change nothing."
-        done, gradients = state.get("done"), state.get("gradients")
-        if state.get("every") != self.every:
-            raise ContractError(f"expected {self.every} micro-batches to an update, the checkpoint has "
-                                f"{shown(state.get('every'))}; use the number of the checkpoint's run")
-        if type(done) is not int or not 0 <= done < self.every or type(gradients) is not dict:
-            raise ContractError(f"expected a count below {self.every} and gradients, the checkpoint has {shown(done)}")
-        here = self._parameters()
-        for name, gradient in gradients.items():
-            if _leaf_text(gradient) != _leaf_text(here.get(name)):
-                raise ContractError(f"gradients.{name}: expected {_leaf_text(here.get(name))}, the checkpoint has "
-                                    f"{_leaf_text(gradient)}; build the module as the checkpoint's run did")
+        _require_same_accumulation(self.every, _parameters_by_name(self.module), state)
 
     def load_state_dict(
         self,
@@ -1247,13 +1254,23 @@ class Accumulation:
         "Go on in the middle of the update; gradients that the checkpoint lacks are taken away."
         self.validate_state_dict(state)
         self.done = state["done"]
-        for name, parameter in self._parameters().items():
-            gradient = state["gradients"].get(name)
-            if gradient is None or parameter.grad is None or not _is_same(gradient, parameter.grad):
-                # A gradient lies where its parameter does, and as its parameter does.
-                parameter.grad = None if gradient is None else torch.empty_like(parameter.detach()).copy_(gradient)
+        _set_gradients(self.module, state["gradients"])
 
-# %% ../nbs/03_contract.ipynb #cell-126
+
+def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    done, gradients = state.get("done"), state.get("gradients")
+    if state.get("every") != every:
+        raise ContractError(f"expected {every} micro-batches to an update, the checkpoint has "
+                            f"{shown(state.get('every'))}; use the number of the checkpoint's run")
+    if type(done) is not int or not 0 <= done < every or type(gradients) is not dict:
+        raise ContractError(f"expected a count below {every} and gradients, the checkpoint has {shown(done)}")
+    for name, gradient in gradients.items():
+        here = _leaf_text(parameters.get(name))
+        if _leaf_text(gradient) != here:
+            raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
+                                "the module as the checkpoint's run did")
+
+# %% ../nbs/03_contract.ipynb #cell-129
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1292,7 +1309,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-129
+# %% ../nbs/03_contract.ipynb #cell-132
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1331,7 +1348,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-132
+# %% ../nbs/03_contract.ipynb #cell-135
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1364,7 +1381,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-135
+# %% ../nbs/03_contract.ipynb #cell-138
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1389,7 +1406,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-138
+# %% ../nbs/03_contract.ipynb #cell-141
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1433,7 +1450,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-141
+# %% ../nbs/03_contract.ipynb #cell-144
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1467,7 +1484,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-144
+# %% ../nbs/03_contract.ipynb #cell-147
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1495,7 +1512,7 @@ def _ask_to_capture(name: str, participant: Any) -> None:
     if callable(validate := getattr(participant, "validate_capture", None)):
         try:
             validate()
-        except ContractError as error:
+        except Exception as error:
             raise ContractError(f"{name}: {error}") from error
 
 
@@ -1512,7 +1529,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-147
+# %% ../nbs/03_contract.ipynb #cell-150
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1564,7 +1581,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-151
+# %% ../nbs/03_contract.ipynb #cell-154
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}

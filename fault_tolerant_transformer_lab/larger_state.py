@@ -399,7 +399,7 @@ OPTIMIZERS = (
     Kind("several optimizers", partial(_two_optimizers, "SGD"), lost="second"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-044
+# %% ../nbs/03a_larger_state.ipynb #cell-046
 def _thawing(at: int) -> System:
     "A first layer that is frozen until step 3; the optimizer has its parameters from the start."
     model = _network()
@@ -439,7 +439,7 @@ LAZY = (
     Kind("a parameter group added later", _growing, lost="optimizer"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-047
+# %% ../nbs/03a_larger_state.ipynb #cell-049
 def _accumulating(declared: bool, save: bool, at: int) -> System:  # declared: whether `Accumulation` takes part
     "Micro-batches, with an update after every fourth; a step is one micro-batch."
     model = _network()
@@ -465,7 +465,7 @@ ACCUMULATIONS = (
          resumes=False),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-050
+# %% ../nbs/03a_larger_state.ipynb #cell-052
 def _drawing(draw: Callable[[Any], float], source: Any, at: int) -> System:  # draw: noise, from the generator or None
     "Noise on the inputs, from one source; the generators of the whole process take part, and the source if it is one."
     model = _network()
@@ -483,7 +483,7 @@ def _drawing(draw: Callable[[Any], float], source: Any, at: int) -> System:  # d
     more: dict[str, Any] = {"noise": NamedGenerator(own)} if source else {}
     return System(_step, model=model, optimizer=optimizer, rng=RandomGenerators(), **more)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-051
+# %% ../nbs/03a_larger_state.ipynb #cell-053
 class _OwnDropout(nn.Module):
     "Dropout that draws from a generator of its own."
 
@@ -529,7 +529,7 @@ GENERATORS = (
     Kind("a generator in each layer", _with_own_dropout, lost="dropout_1"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-054
+# %% ../nbs/03a_larger_state.ipynb #cell-056
 class AugmentedBatches(Dataset[tuple[Tensor, Tensor]]):
     "The batches of a step-keyed source with noise that is keyed by (seed, step, sample), as a dataset indexed by step."
 
@@ -564,7 +564,7 @@ def _step_loader(first: int, last: int, workers: int, own_generator: bool) -> It
                            generator=torch.Generator() if own_generator else None,
                            multiprocessing_context="fork" if workers else None))
 
-# %% ../nbs/03a_larger_state.ipynb #cell-055
+# %% ../nbs/03a_larger_state.ipynb #cell-057
 def _train_on(batches: Callable[[int], Iterator[Any]], **more: Any) -> System:  # batches: from a step on
     "Train with dropout on what a loader gives; its iterator is made when the first batch is needed."
     model = _network(nn.Dropout(0.2))
@@ -598,7 +598,7 @@ STEP_LOADERS = (
     Kind("the same, iterator made before the restore", partial(_loading, 0, False, True), lost="rng"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-059
+# %% ../nbs/03a_larger_state.ipynb #cell-061
 _EPOCH = TensorDataset(*examples(1000), torch.arange(8))  # 8 rows: 4 batches of 2
 
 
@@ -639,7 +639,7 @@ STATEFUL_LOADERS = (
     Kind("StatefulDataLoader, 2 workers", _stateful(2, False), lost="loader", stop=6, steps=10),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-062
+# %% ../nbs/03a_larger_state.ipynb #cell-064
 class Watcher:
     "Asks for a smaller learning rate after two losses that were not the best."
 
@@ -676,7 +676,7 @@ def _watched(at: int) -> System:
 
 PLAIN = (Kind("counters and best values (PlainState)", _watched, lost="watcher"),)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-068
+# %% ../nbs/03a_larger_state.ipynb #cell-070
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (
     *SCHEDULES, *PRECISIONS, *AVERAGES, *OPTIMIZERS, *LAZY, *ACCUMULATIONS, *GENERATORS, *STEP_LOADERS, *PLAIN_LOADERS,
     *STATEFUL_LOADERS, *PLAIN,

@@ -21,13 +21,16 @@ from torch import nn
 
 from fault_tolerant_transformer_lab import contract as chapter
 from fault_tolerant_transformer_lab.contract import (
+    Accumulation,
     CheckpointError,
     CheckpointMismatchError,
     Contract,
     ContractError,
     EnvironmentMismatchError,
     MemoryTensor,
+    ModuleFlags,
     NamedGenerator,
+    PlainState,
     Progress,
     RandomGenerators,
     SavedState,
@@ -743,6 +746,59 @@ def test_a_gradient_scaler_takes_part_and_a_disabled_one_is_another():
         Contract(scaler=disabled).restore(saved)
 
 
+def sequence(*later, milestones=(3,)):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    parts = [S.LinearLR(optimizer), *(make(optimizer) for make in later)]
+    return Contract(scheduler=S.SequentialLR(optimizer, parts, list(milestones)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_schedules_inside_of_a_schedule_are_compared_too():
+    cosine, steps = (lambda o: S.CosineAnnealingLR(o, 5)), (lambda o: S.StepLR(o, 2))
+    nested = lambda make: lambda o: S.ChainedScheduler([S.ExponentialLR(o, 0.9), make(o)])  # noqa: E731
+    saved = freeze(sequence(steps).capture(step=0))
+    sequence(steps).restore(saved)
+    with pytest.raises(CheckpointMismatchError, match=r"scheduler._schedulers\[1\].T_max: checkpoint absent"):
+        sequence(cosine).restore(saved)
+    with pytest.raises(CheckpointMismatchError, match="scheduler._schedulers: checkpoint 2 schedulers, here 3"):
+        sequence(steps, cosine, milestones=(3, 6)).restore(saved)
+    deep = freeze(sequence(nested(steps)).capture(step=0))
+    sequence(nested(steps)).restore(deep)
+    with pytest.raises(CheckpointMismatchError, match=r"scheduler._schedulers\[1\]._schedulers\[1\].T_max"):
+        sequence(nested(cosine)).restore(deep)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor_and_is_never_filled_twice(shared):
+    def make(values):
+        rates = [torch.tensor(value) for value in values]
+        layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        groups = [{"params": layer.parameters(), "lr": rates[0 if shared else i]} for i, layer in enumerate(layers)]
+        optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+        return optimizer, Contract(optimizer=optimizer)
+
+    saved = freeze(make([0.25, 0.125])[1].capture(step=0))
+    optimizer, contract = make([0.5, 0.5])
+    held = [(group["lr"], *group["betas"]) for group in optimizer.param_groups]
+    contract.restore(saved)
+    now = [(group["lr"], *group["betas"]) for group in optimizer.param_groups]
+    assert all(a is b for before, after in zip(held, now, strict=True) for a, b in zip(before, after, strict=True))
+    assert [rate.item() for rate, *_ in now] == ([0.25, 0.25] if shared else [0.25, 0.125])
+
+
+def test_two_saved_learning_rates_are_never_put_into_one_tensor():
+    def make(rates):
+        groups = [{"params": nn.Linear(2, 2).parameters(), "lr": rate} for rate in rates]
+        optimizer = torch.optim.AdamW(groups, lr=0.5, foreach=False)
+        return optimizer, Contract(optimizer=optimizer)
+
+    one = torch.tensor(0.5)
+    saved = freeze(make([torch.tensor(0.25), torch.tensor(0.125)])[1].capture(step=0))
+    optimizer, contract = make([one, one])
+    contract.restore(saved)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.125]
+
+
 def test_optimizers_that_do_not_fit_are_refused_before_anything_changes():
     def make(kind, groups=1, names=False, **options):
         layers = [nn.Linear(2, 2) for _ in range(groups)]
@@ -930,6 +986,255 @@ def test_a_gaussian_kept_back_by_python_and_numpy_survives():
     RandomGenerators().seed(1)
     Contract(rng=RandomGenerators()).restore(saved)
     assert (random.gauss(0, 1), float(np.random.standard_normal())) == expected
+
+
+# Plain attributes
+
+
+def plain(**attributes):
+    return SimpleNamespace(**attributes)
+
+
+def test_plain_attributes_come_back_on_the_same_object_with_their_types():
+    values = dict(best=float("inf"), bad=3, seen=[1, 2], by_name={"a": (1, b"x")}, none=None, yes=True,
+                  nan=math.nan, big=2**80, zero=-0.0, text="ü")
+    watcher = plain(**copy.deepcopy(values))
+    saved = freeze(Contract(watcher=PlainState(watcher)).capture(step=0))
+    watcher.seen.append(3)
+    other = plain(best=1.0, seen=[], other=5)
+    Contract(watcher=PlainState(other)).restore(saved)
+    # What the checkpoint's run did not have is taken away.
+    assert repr(sorted(vars(other).items())) == repr(sorted(values.items()))
+    assert watcher.seen == [1, 2, 3]
+
+
+def test_only_the_named_fields_are_taken_and_they_must_be_the_same_ones():
+    watcher = plain(best=1.0, bad=0, model=nn.Linear(1, 1))
+    contract = Contract(watcher=PlainState(watcher, fields=("best", "bad")))
+    saved = freeze(contract.capture(step=0))
+    watcher.best, watcher.bad, model = 5.0, 7, watcher.model
+    contract.restore(saved)
+    assert (watcher.best, watcher.bad) == (1.0, 0) and watcher.model is model
+    with pytest.raises(ContractError, match="watcher: .*expected the fields best, the checkpoint has best, bad"):
+        Contract(watcher=PlainState(watcher, fields="best")).restore(saved)
+
+
+class Slotted:
+    __slots__ = ("best",)
+
+    def __init__(self):
+        self.best = 1.0
+
+
+class Guarded:
+    @property
+    def best(self):
+        return 1.0
+
+
+FrozenPoint = namedtuple("FrozenPoint", "best")
+
+
+@pytest.mark.parametrize(("obj", "fields", "message"), [
+    (plain(best=1), (), "at least one field"),
+    (plain(best=1), ("best", "bats"), "attribute \"bats\""),
+    (Guarded(), "best", "that can be set"),
+    (FrozenPoint(1.0), "best", "that can be set"),
+    (Slotted(), None, "no instance attributes"),
+    (nn.Linear(1, 1), None, "make it a participant itself"),
+    (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), None, "make it a participant itself"),
+    (3, None, "no instance attributes"),
+], ids=str)  # fmt: skip
+def test_fields_that_cannot_be_state_are_refused_when_they_are_declared(obj, fields, message):
+    with pytest.raises(ContractError, match=message):
+        PlainState(obj, fields)
+
+
+def test_slots_are_taken_by_name():
+    slotted, other = Slotted(), Slotted()
+    slotted.best = 0.5
+    saved = freeze(Contract(watcher=PlainState(slotted, "best")).capture(step=0))
+    Contract(watcher=PlainState(other, "best")).restore(saved)
+    assert other.best == 0.5
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (np.float64(0.5), r"watcher.best is a numpy.float64: store x.item\(\)"),
+    ({1, 2}, "watcher.best is a set"),
+    ([{"x": len}], r"watcher.best\[0\].x is a builtin_function_or_method: code is no state"),
+    (nn.Parameter(torch.ones(2)), "watcher: best is a tensor that requires a gradient"),
+    ([torch.ones(2, requires_grad=True)], r"watcher: best\[0\] is a tensor that requires a gradient"),
+], ids=str)  # fmt: skip
+def test_a_field_that_cannot_come_back_is_named_when_it_is_saved(value, message):
+    with pytest.raises(ContractError, match=message):
+        Contract(watcher=PlainState(plain(best=value))).capture(step=0)
+
+
+def test_a_tensor_in_a_field_is_filled_in_place_and_a_loss_may_have_a_graph():
+    watcher = plain(best=torch.ones(3), loss=(torch.ones(1, requires_grad=True) * 2).sum())
+    contract = Contract(watcher=PlainState(watcher))
+    saved, best = freeze(contract.capture(step=0)), watcher.best
+    best.fill_(9.0)
+    contract.restore(saved)
+    assert watcher.best is best and best.eq(1).all() and watcher.loss.item() == 2.0
+
+
+# Gradients between micro-batches
+
+
+def accumulating(every=4, save=True):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    accumulation = Accumulation(model, every=every, save=save)
+    return model, optimizer, accumulation, Contract(model=model, optimizer=optimizer, accumulation=accumulation)
+
+
+def accumulate(first, last, model, optimizer, accumulation, _, to_none=True):
+    for number in range(first, last):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        (model(x).square().mean() / 4).backward()
+        if accumulation.add():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("stop", range(9))
+def test_a_stop_between_micro_batches_loses_nothing(stop, to_none):
+    direct = accumulating()
+    accumulate(0, stop, *direct, to_none=to_none)
+    saved = freeze(direct[3].capture(step=stop))
+    accumulate(stop, 12, *direct, to_none=to_none)
+    for before in (0, 2, 4):  # into a new run, one in the middle of an update, and one after it
+        resumed = accumulating()
+        accumulate(0, before, *resumed)
+        resumed[3].restore(saved)
+        accumulate(stop, 12, *resumed, to_none=to_none)
+        assert bits(resumed[3]) == bits(direct[3])
+
+
+def test_gradients_of_a_restored_accumulation_are_the_same_tensors_where_they_fit():
+    run = accumulating()
+    accumulate(0, 2, *run)
+    saved = freeze(run[3].capture(step=2))
+    gradient = run[0][0].weight.grad
+    accumulate(2, 3, *run)
+    run[3].restore(saved)
+    assert run[0][0].weight.grad is gradient and run[2].done == 2
+    fresh = accumulating()
+    fresh[3].restore(saved)
+    assert torch.equal(fresh[0][0].weight.grad, gradient) and fresh[0][0].weight.grad is not gradient
+
+
+@pytest.mark.parametrize("moment", ["refused in the middle", "not counted", "before the update", "after the update"])
+def test_gradients_that_a_checkpoint_would_lose_are_refused(moment):
+    model, optimizer, accumulation, contract = accumulating(save=moment != "refused in the middle")
+    backward = lambda: model(torch.ones(1, 3)).sum().backward()  # noqa: E731
+    backward()
+    if moment == "refused in the middle":
+        accumulation.add()
+        expected = "accumulation: 1 of 4 micro-batches are in, and their gradients would be lost: capture"
+    else:
+        expected = r"accumulation: no micro-batch is counted, but 0.weight, 0.bias, 2.weight, ... have gradients"
+    if moment in ("before the update", "after the update"):
+        for _ in range(4):
+            accumulation.add()
+    if moment == "after the update":
+        optimizer.step()
+    with pytest.raises(ContractError, match=expected):
+        contract.capture(step=1)
+    optimizer.zero_grad(set_to_none=moment != "after the update")
+    accumulation.done = 0
+    contract.capture(step=1)  # and nothing was changed by asking
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"every": 2}, "expected 4 micro-batches to an update, the checkpoint has 2"),
+    ({"done": 4}, "expected a count below 4"), ({"done": -1}, "expected a count below 4"),
+    ({"done": True}, "expected a count below 4"), ({"gradients": None}, "expected a count below 4"),
+    ({"gradients": {"9.weight": torch.ones(1)}}, "gradients.9.weight: expected null, the checkpoint has float32"),
+    ({"gradients": {"0.bias": torch.ones(5)}}, r"gradients.0.bias: expected float32 \(4,\), the checkpoint has"),
+    ({"gradients": {"0.bias": torch.ones(4).double()}}, "the checkpoint has float64"),
+    ({"gradients": {"0.bias": 1.0}}, "the checkpoint has 1.0"),
+], ids=str)  # fmt: skip
+def test_the_gradients_of_another_accumulation_are_refused_before_anything_changes(change, message):
+    run = accumulating()
+    accumulate(0, 3, *run)
+    saved = freeze(run[3].capture(step=3))
+    before = bits(run[3])
+    holder = Contract(accumulation=Holder(**run[2].state_dict() | change))
+    changed = freeze(holder.capture(step=3)).tree["accumulation"]
+    with pytest.raises(ContractError, match=message):
+        run[3].restore(replace(saved, tree=saved.tree | {"accumulation": changed}))
+    assert bits(run[3]) == before
+
+
+def test_unfinished_gradients_are_put_back_when_another_participant_fails():
+    def contract_with(run, value):
+        return Contract(**run[3].participants, fragile=Fragile(tensor=torch.ones(2), value=value))
+
+    other = accumulating()
+    bad = freeze(contract_with(other, "key").capture(step=0))
+    run = accumulating()
+    accumulate(0, 3, *run)
+    contract = contract_with(run, "good")
+    before = bits(contract)
+    with pytest.raises(ContractError, match="every participant is as it was before"):
+        contract.restore(bad)
+    assert bits(contract) == before and run[2].done == 3
+
+
+def test_frozen_parameters_sparse_gradients_and_wrong_numbers():
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    model[1].requires_grad_(False)
+    accumulation = Accumulation(model, every=2)
+    model(torch.tensor([1])).sum().backward()
+    accumulation.add()
+    with pytest.raises(ContractError, match=r"accumulation.gradients.0.weight is a sparse tensor .*to_dense"):
+        Contract(accumulation=accumulation).capture(step=0)
+    for every in (0, -1, 2.0, True):
+        with pytest.raises(ContractError, match="every: expected a number of micro-batches"):
+            Accumulation(model, every=every)
+
+
+# Flags
+
+
+def test_flags_of_modules_and_parameters_come_back():
+    def build():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        model[0].requires_grad_(False)
+        return model, Contract(model=model, flags=ModuleFlags(model))
+
+    model, contract = build()
+    model[0].weight.requires_grad_(True)
+    model[1].eval()
+    other, resumed = build()
+    resumed.restore(freeze(contract.capture(step=0)))
+    assert [p.requires_grad for p in other.parameters()] == [True, False, True, True]
+    assert [module.training for module in other.modules()] == [True, True, False, True]
+    with pytest.raises(ContractError, match="flags: .*requires_grad: expected a flag for each of"):
+        Contract(flags=ModuleFlags(nn.Linear(2, 2))).restore(freeze(Contract(flags=ModuleFlags(model)).capture(step=0)))
+
+
+def test_flags_of_a_compiled_module_have_the_names_of_the_module():
+    model = nn.Linear(2, 2)
+    flags = ModuleFlags(torch.compile(model, backend="eager")).state_dict()
+    assert flags == ModuleFlags(model).state_dict() and list(flags["requires_grad"]) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, ContractError])
+def test_a_participant_may_refuse_the_moment_and_is_named(error):
+    class Busy(Holder):
+        def validate_capture(self):
+            raise error("in the middle of something")
+
+    contract = Contract(busy=Busy(x=1))
+    with pytest.raises(ContractError, match="busy: .*in the middle of something"):
+        contract.capture(step=0)
+    contract.restore(freeze(Contract(busy=Holder(x=2)).capture(step=0)))  # only saving is refused
+    assert contract.participants["busy"].state == {"x": 2}
 
 
 # Progress
