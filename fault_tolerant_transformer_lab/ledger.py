@@ -199,9 +199,13 @@ class StopWatch:
         try:
             yield
             self._now.entries[name] += 1
+            self._completed(name)
         finally:
             self._switch()
             self._stack.pop()
+
+    def _completed(self, name: Phase) -> None:
+        "What is done at the end of a phase that raised nothing; its time is the phase's."
 
     @contextmanager
     def step(
@@ -357,14 +361,8 @@ class Ledger(WrittenWatch):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close("stopped" if kind is None else "failed")
 
-    @contextmanager
-    def phase(
-        self,
-        name: Phase,  # one of `PHASES`
-    ) -> Iterator[None]:
-        "Count the time inside as this phase's. After a save that succeeded a line is written, and synced."
-        with super().phase(name):
-            yield
+    def _completed(self, name: Phase) -> None:
+        "After a save a line is written and synced: that takes its time too, and belongs to the save."
         if name == "stalled":
             self.record(sync=True)
 
