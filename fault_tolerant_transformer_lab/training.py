@@ -427,7 +427,7 @@ class TrainingRun:
         losses = {"validation_loss": self.evaluate()}
         return losses if self.ema is None else losses | {"ema_validation_loss": self.evaluate(self.ema)}
 
-# %% ../nbs/06_training.ipynb #cell-057
+# %% ../nbs/06_training.ipynb #cell-060
 class StopRequest:
     "Remembers the first signal that asked the run to stop; `signal` is None before."
 
@@ -466,7 +466,7 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         put_back()
 
-# %% ../nbs/06_training.ipynb #cell-063
+# %% ../nbs/06_training.ipynb #cell-066
 def encode_line(
     row: dict[str, Any],  # plain values, finite
 ) -> bytes:  # canonical JSON and a newline
@@ -525,7 +525,7 @@ def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
     fits = type(step) is int and 1 <= step <= len(losses) and row.get("loss") == losses[step - 1]
     return step if fits else None
 
-# %% ../nbs/06_training.ipynb #cell-067
+# %% ../nbs/06_training.ipynb #cell-070
 _T = TypeVar("_T")
 
 
@@ -573,7 +573,7 @@ class RunDisk(Disk):
         "Write at the end of a file."
         return self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=data)
 
-# %% ../nbs/06_training.ipynb #cell-069
+# %% ../nbs/06_training.ipynb #cell-072
 def read_regular(
     path: Path,  # in a run's folder
 ) -> bytes | None:  # None where there is no such name
@@ -595,7 +595,7 @@ def read_regular(
             os.close(fd)
     raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
 
-# %% ../nbs/06_training.ipynb #cell-072
+# %% ../nbs/06_training.ipynb #cell-075
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -652,7 +652,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-076
+# %% ../nbs/06_training.ipynb #cell-079
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -687,7 +687,7 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
-# %% ../nbs/06_training.ipynb #cell-078
+# %% ../nbs/06_training.ipynb #cell-081
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
     log_every: int = 1,  # stands for the cadences of a manifest that has none
@@ -722,7 +722,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-082
+# %% ../nbs/06_training.ipynb #cell-085
 _logger = logging.getLogger(__name__)
 
 
@@ -855,7 +855,7 @@ class Session:
                           f"{error}", logging.WARNING)
         self.log_waits = bool(self.log.unwritten)
 
-# %% ../nbs/06_training.ipynb #cell-084
+# %% ../nbs/06_training.ipynb #cell-087
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -877,7 +877,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-088
+# %% ../nbs/06_training.ipynb #cell-091
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -895,7 +895,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-090
+# %% ../nbs/06_training.ipynb #cell-093
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -932,7 +932,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-092
+# %% ../nbs/06_training.ipynb #cell-095
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -1009,7 +1009,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-093
+# %% ../nbs/06_training.ipynb #cell-096
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing

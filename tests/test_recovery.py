@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from fault_tolerant_transformer_lab.checkpoint_file import diff, open_checkpoint, read_manifest, state_digest
-from fault_tolerant_transformer_lab.config import OPERATION_FIELDS, ExperimentConfig, canonical_json, config_fields
+from fault_tolerant_transformer_lab.config import (
+    OPERATION_FIELDS,
+    ExperimentConfig,
+    canonical_json,
+    config_fields,
+    load_config,
+    shipped_config,
+)
 from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, walk
 from fault_tolerant_transformer_lab.publication import CheckpointStore, NoCheckpointError
 from fault_tolerant_transformer_lab.training import RunResult, TrainingRun, deterministic, train
@@ -345,3 +352,71 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_and_says_so(tmp_p
     assert again.resumed_from is None and again.interruptions == 1
     assert any("training begins at step 0" in note and "2 lines" in note for note in again.notes)
     assert again.state_digest == run(TINY, tmp_path / "direct").state_digest
+
+
+# The state of a larger system
+
+CHAIN = """
+import os, signal, sys
+import torch._dynamo, torch._inductor.config
+from fault_tolerant_transformer_lab.config import load_config
+from fault_tolerant_transformer_lab.publication import Disk
+from fault_tolerant_transformer_lab.training import deterministic, train
+config, folder = load_config(sys.argv[1]), sys.argv[2]
+
+class Striking(Disk):
+    "Kills the process at the first operation of a name on files whose names begin so."
+    def __init__(self, operation, begin):
+        super().__init__()
+        self.strikes = (operation, begin)
+    def operation(self, name, path, call):
+        if self.strikes == (name, path.name[:len(self.strikes[1])]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().operation(name, path, call)
+
+for place in sys.argv[3:]:
+    name, _, where = place.partition("@")
+    if not (child := os.fork()):
+        disk = None if where.isdigit() else Striking(name, where)
+        def strike(boundary, step):
+            if disk is None and (boundary, step) == (name, int(where)):
+                os.kill(os.getpid(), signal.SIGKILL)
+        with deterministic(threads=1):
+            train(config, folder, on_boundary=strike, disk=disk, progress_bar=False)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "overlapped"])
+def test_three_kills_in_a_chain_leave_the_full_state_bitwise_equal(tmp_path, mode):
+    "The shipped experiment, on the first part of its text, so that an epoch ends within the run."
+    from pydoc_data.topics import topics  # what `data: pydoc` reads
+
+    (tmp_path / "text.txt").write_text("".join(topics[name] for name in sorted(topics))[:21_000])
+    config = load_config(shipped_config("pydoc-full-state")).replace(
+        data=f"text:{tmp_path / 'text.txt'}", checkpoint_mode=mode)
+    with deterministic():
+        batches = TrainingRun(config).batches
+    [last] = [step for step in range(1, 12) if batches.epoch_of(step) > batches.epoch_of(step - 1)]
+    assert 6 < last < 12  # between the saves that the second kill and the end leave
+    direct = run(config.replace(checkpoint_mode="sync"), tmp_path / "direct")
+
+    path = tmp_path / "config.json"
+    path.write_text(canonical_json(config.describe()))
+    places = ["fsync@.step-00000006",  # while the second checkpoint is written
+              "replace@.manifest.json",  # within the recovery from that: restored, and no step done yet
+              f"after_update@{last}"]  # at the epoch's end, in a run that replays the steps of the first
+    command = [sys.executable, "-c", CHAIN, path, tmp_path / "killed", *places]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["-9"] * 3, done.stderr
+    recovered = run(config, tmp_path / "killed")
+    newest = last // 3 * 3
+    assert recovered.resumed_from in ([newest] if mode == "sync" else [newest - 3, newest])
+    assert recovered.state_digest == direct.state_digest
+    assert diff(direct.directory / direct.checkpoint, recovered.directory / recovered.checkpoint) == []
+    assert (tmp_path / "direct/metrics.jsonl").read_bytes() == (tmp_path / "killed/metrics.jsonl").read_bytes()
+    manifest = json.loads((tmp_path / "killed/manifest.json").read_text())
+    assert manifest["starts"] == [0, 3, recovered.resumed_from]  # the second was killed before it could sign
+    rows = [json.loads(line) for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "ema_validation_loss" in row] == [4, 8, 12]

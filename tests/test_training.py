@@ -26,10 +26,17 @@ from torch import nn
 
 from fault_tolerant_transformer_lab.checkpoint_file import diff, open_checkpoint, state_digest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, canonical_json, load_config
-from fault_tolerant_transformer_lab.contract import ContractError, RandomGenerators, environment_identity
+from fault_tolerant_transformer_lab.contract import (
+    Contract,
+    ContractError,
+    EnvironmentMismatchError,
+    RandomGenerators,
+    environment_identity,
+)
 from fault_tolerant_transformer_lab.model import Transformer
 from fault_tolerant_transformer_lab.publication import (
     CheckpointLockedError,
+    CheckpointStore,
     Disk,
     NoCheckpointError,
     PublicationError,
@@ -259,11 +266,114 @@ def test_nested_determinism_puts_back_each_level():
     assert facts["deterministic_algorithms"] is True and facts["threads"] == 1
 
 
+# The average of the weights
+
+
+def test_the_average_is_that_of_the_formula_and_changes_no_update(tmp_path):
+    config = TINY.replace(ema_decay=0.75)
+    with deterministic(threads=1):
+        plain = TrainingRun(TINY)
+        losses = [plain.advance() for _ in range(5)]
+        part = Contract(model=plain.model, optimizer=plain.optimizer, rng=RandomGenerators())
+        before = state_digest(part.capture(5))
+        averaged, by_hand = TrainingRun(config), None
+        for loss in losses:
+            assert averaged.advance() == loss
+            weights = [p.detach().double() for p in averaged.model.parameters()]
+            by_hand = weights if by_hand is None else [
+                0.75 * old + 0.25 * new for old, new in zip(by_hand, weights, strict=True)]
+        for expected, found in zip(by_hand, averaged.ema.module.parameters(), strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-7)
+        part = Contract(model=averaged.model, optimizer=averaged.optimizer, rng=RandomGenerators())
+        assert state_digest(part.capture(5)) == before
+
+
+def test_the_average_is_saved_and_resumed_and_its_loss_is_logged(tmp_path):
+    config = TINY.replace(ema_decay=0.9, eval_every=2)
+    direct = run(config, tmp_path / "direct")
+    for step in (1, 2, 3):
+        run(config, tmp_path / "stopped", stop_after_step=step)
+    resumed = run(config, tmp_path / "stopped")
+    assert resumed.state_digest == direct.state_digest and log_of(tmp_path / "direct") == log_of(tmp_path / "stopped")
+    with open_checkpoint(direct.directory / direct.checkpoint) as saved, deterministic(threads=1):
+        assert saved.tree["ema"]["n_averaged"].load() == 4
+        trainer = TrainingRun(config)
+        trainer.model.load_state_dict({name.removeprefix("module."): tensor.load()
+                                       for name, tensor in saved.tree["ema"].items() if name != "n_averaged"})
+        assert trainer.evaluate() == log_of(tmp_path / "direct")[-1]["ema_validation_loss"]
+    assert [row["step"] for row in log_of(tmp_path / "direct") if "ema_validation_loss" in row] == [2, 4]
+    with deterministic(threads=1):  # without it the resumed run is another one
+        trainer = TrainingRun(config)
+        trainer.advance()
+        names = [name for name in trainer.contract.participants if name != "ema"]
+        run(config, tmp_path / "half", stop_after_step=2)
+        CheckpointStore(tmp_path / "half/checkpoints").restore(trainer.contract, only=names)
+        trainer.advance(), trainer.advance()
+        assert state_digest(trainer.contract.capture()) != direct.state_digest
+
+
+# The device
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_is_made(tmp_path):
+    words = {"cuda:99": "expected one of the [0-9]+ GPUs"}
+    for name in ("cuda:99", "tpu", "meta", "mps", "", "cpu;"):
+        with pytest.raises(TrainingError, match=f"device: {words.get(name, 'expected cpu, cuda')}.*got {name!r}"):
+            run(TINY, tmp_path / "run", device=name)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and auto takes it")
+def test_auto_is_the_cpu_where_there_is_no_gpu(tmp_path):
+    results = [run(TINY, tmp_path / name, device=name) for name in ("cpu", "auto")]
+    assert results[0].state_digest == results[1].state_digest
+    with pytest.raises(TrainingError, match="0 GPUs .* finds here, got 'cuda'; use device='auto'"):
+        run(TINY, tmp_path / "cuda", device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_on_a_gpu_resumes_exactly_and_is_not_continued_on_the_cpu_by_accident(tmp_path):
+    config = TINY.replace(ema_decay=0.9, eval_every=2, precision="bf16")
+    direct = run(config, tmp_path / "direct", device="cuda")
+    run(config, tmp_path / "stopped", device="cuda", stop_after_step=2)
+    with pytest.raises(EnvironmentMismatchError, match="devices"):
+        run(config, tmp_path / "stopped")
+    assert run(config, tmp_path / "stopped", device="cuda").state_digest == direct.state_digest
+
+
+# The observer
+
+
+def test_an_observer_sees_the_restored_contract_and_each_step_before_its_boundary(tmp_path):
+    class Watching:
+        def started(self, contract, step):
+            events.append(("started", step, contract.step, state_digest(contract.capture())))
+
+        def completed(self, step, loss):
+            events.append(("completed", step, loss))
+
+    events = []
+    stopped = run(TINY, tmp_path, stop_after_step=2)
+    result = run(TINY, tmp_path, observer=Watching(),
+                 on_boundary=lambda name, step: name == "after_update" and events.append((name, step)))
+    assert [event[0] for event in events] == ["started", *["completed", "after_update"] * 2]
+    assert events[0] == ("started", 2, 2, events[0][3])
+    assert events[0][3] == stopped.state_digest
+    assert [event[:2] for event in events[1:]] == [("completed", 3), ("after_update", 3), ("completed", 4),
+                                                  ("after_update", 4)]
+    assert events[3][2] == result.final_loss == log_of(tmp_path)[-1]["loss"]
+    again = len(events)
+    run(TINY, tmp_path, observer=Watching())
+    assert len(events) == again  # nothing to do, nothing to see
+
+
 # Evaluation and saving are operation
 
 
 @pytest.mark.parametrize("field, value", [("eval_every", 1), ("eval_every", 3), ("checkpoint_every", 1),
-                                          ("checkpoint_every", 9), ("keep_last", 1), ("log_every", 3)])
+                                          ("checkpoint_every", 9), ("keep_last", 1), ("log_every", 3),
+                                          ("checkpoint_mode", "async"), ("checkpoint_mode", "overlapped"),
+                                          ("on_save_error", "continue")])
 def test_no_operation_changes_a_bit_of_training(tmp_path, field, value):
     direct = run(TINY, tmp_path / "direct")
     other = run(TINY.replace(**{field: value}), tmp_path / "other")
