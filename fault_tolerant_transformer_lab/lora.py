@@ -232,7 +232,7 @@ def _unmerge_layer(layer: LoraLinear) -> None:
         layer._guard.remove()
         layer._kept, layer._versions, layer._guard = None, (), None
 
-
+# %% ../nbs/09_lora.ipynb #cell-035
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, of which there must be some."
     if layers := lora_layers(model):
@@ -259,7 +259,7 @@ def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
                             "since merging would change the other too; untie them first")
     return layers
 
-# %% ../nbs/09_lora.ipynb #cell-034
+# %% ../nbs/09_lora.ipynb #cell-036
 def merge(
     model: nn.Module,  # changed in place, also by `unmerge`
 ) -> None:
@@ -284,13 +284,13 @@ def merged_state(
     state = {name: tensor for name, tensor in model.state_dict().items() if not _is_adapters(name, layers)}
     return state | {f"{name}.weight": _merged_weight(layer) for name, layer in layers.items()}
 
-# %% ../nbs/09_lora.ipynb #cell-051
+# %% ../nbs/09_lora.ipynb #cell-053
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     "Parameters, and the buffers that a state dict holds, by name; a tied parameter once."
     saved = model.state_dict(keep_vars=True)
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
 
-# %% ../nbs/09_lora.ipynb #cell-052
+# %% ../nbs/09_lora.ipynb #cell-054
 def base_digest(
     model: nn.Module,  # with or without adapters, not merged
 ) -> str:  # 64 hexadecimal digits
@@ -326,7 +326,7 @@ class AdapterState(nn.Module):
             else:
                 holder.register_buffer(last, tensor)
 
-# %% ../nbs/09_lora.ipynb #cell-056
+# %% ../nbs/09_lora.ipynb #cell-058
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
 
@@ -362,7 +362,7 @@ def tuning_run(
     "Make a `TuningRun` for `prove_restart`: `functools.partial(tuning_run, config=..., lora=...)`."
     return TuningRun(config, lora)
 
-# %% ../nbs/09_lora.ipynb #cell-065
+# %% ../nbs/09_lora.ipynb #cell-067
 _GPT2_MODULES = {
     "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head",
@@ -402,7 +402,7 @@ def gpt2_state(
             state[f"{gpt2_name(module)}.{last}"] = tensor.t().contiguous() if is_conv1d else tensor
     return state
 
-# %% ../nbs/09_lora.ipynb #cell-067
+# %% ../nbs/09_lora.ipynb #cell-069
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # What these say otherwise would make another function of the same tensors.
 _PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
@@ -433,7 +433,7 @@ def _renamer(layout: Layout) -> Callable[[str], str]:
         raise LoraError(f"layout: expected lab or gpt2, got {shown(layout)}")
     return gpt2_name if layout == "gpt2" else str
 
-# %% ../nbs/09_lora.ipynb #cell-068
+# %% ../nbs/09_lora.ipynb #cell-070
 def peft_files(
     model: nn.Module,  # with adapters, all of one rank and alpha
     *,
@@ -471,7 +471,7 @@ def export_peft(
     for name, data in peft_files(model, layout=layout, base=base).items():
         write_atomically(Path(directory) / name, data)
 
-# %% ../nbs/09_lora.ipynb #cell-071
+# %% ../nbs/09_lora.ipynb #cell-073
 def _peft_config(data: bytes) -> tuple[int, float]:
     "Rank and alpha of a PEFT configuration that describes plain LoRA, and nothing that computes otherwise."
     found = parse_json_object(data)
@@ -506,7 +506,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
                         f"this model has, got {shown(', '.join(odd[:3]) or 'nothing')}; check layout and base model")
     return {known[layer]: layer for layer in sorted(wanted)}
 
-# %% ../nbs/09_lora.ipynb #cell-072
+# %% ../nbs/09_lora.ipynb #cell-074
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
     found = [read_regular(directory / name) or b"" for name in _PEFT_FILES]
@@ -534,7 +534,7 @@ def _require_fit(model: nn.Module, layers: Mapping[str, str], tensors: Mapping[s
         if shapes != (fits := [(rank, layer.in_features), (layer.out_features, rank)]):
             raise LoraError(f"{there}: expected A and B of shapes {fits}, got {shapes}; check the base model")
 
-# %% ../nbs/09_lora.ipynb #cell-073
+# %% ../nbs/09_lora.ipynb #cell-075
 def import_peft(
     model: nn.Module,  # the base, without adapters; changed in place
     directory: Path | str,  # with the two files that PEFT writes
@@ -559,7 +559,7 @@ def import_peft(
             layer.lora_B.copy_(tensors[f"{layers[name]}.lora_B.weight"])
     return config
 
-# %% ../nbs/09_lora.ipynb #cell-078
+# %% ../nbs/09_lora.ipynb #cell-080
 @dataclass(frozen=True)
 class Arm:
     "One arm of the comparison, at its end."
@@ -582,7 +582,7 @@ class Arm:
         plain = asdict(self)
         return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1]}
 
-# %% ../nbs/09_lora.ipynb #cell-079
+# %% ../nbs/09_lora.ipynb #cell-081
 @dataclass(frozen=True)
 class TuningComparison:
     "Full tuning and adapters from one start: what was trained, what it cost, and where it ended."
@@ -620,7 +620,7 @@ class TuningComparison:
         shared = f"shared start: base {start.base_digest[:12]}, batches {start.batch_digest[:12]}"
         return "\n".join([*lines, shared])
 
-# %% ../nbs/09_lora.ipynb #cell-080
+# %% ../nbs/09_lora.ipynb #cell-082
 class TuningInterrupted(Interrupted):
     "A signal asked a comparison to stop; the arm under way has saved what was completed."
 
@@ -629,7 +629,7 @@ class TuningInterrupted(Interrupted):
         return (f"{signal_name(self.signal)} after step {self.step} of an arm: {saved}; repeat it with the same folder "
                 "to go on")
 
-# %% ../nbs/09_lora.ipynb #cell-081
+# %% ../nbs/09_lora.ipynb #cell-083
 def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
     steps, saved = run.config.steps, run.progress.step
@@ -667,7 +667,7 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         steps_timed=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
         batch_digest=run.progress.batch_digest, state_digest=manifest.state_digest)
 
-# %% ../nbs/09_lora.ipynb #cell-082
+# %% ../nbs/09_lora.ipynb #cell-084
 @contextmanager
 def _folder_for(directory: Path | str | None) -> Iterator[Path]:
     "The given folder, or one that is gone afterwards."
@@ -690,7 +690,7 @@ def _require_shared_start(arms: Mapping[str, Arm]) -> None:
         raise TrainingError(f"loss of the first step: expected the same for both arms, got {shown(first)}; an adapter "
                             "must change nothing before the first update")
 
-# %% ../nbs/09_lora.ipynb #cell-083
+# %% ../nbs/09_lora.ipynb #cell-085
 def compare_tuning(
     config: ExperimentConfig,  # model, data, seed and optimizer of both arms
     *,
