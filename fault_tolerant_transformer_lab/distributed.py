@@ -165,7 +165,7 @@ def run_ranks(
     function: Callable[[Ranks], Any],  # what each rank does; returns JSON data
     size: int,  # how many ranks
     *,
-    timeout_s: float = 60.0,  # for all of it; then what still runs is killed
+    timeout_s: float = 150.0,  # for all of it; then what still runs is killed
     grace_s: float = 15.0,  # what the others get once one has failed
     check: bool = True,  # raise `RankFailure` where a rank fails; False returns the outcomes as they are
 ) -> list[Any]:  # each rank's result by rank; with check=False a `RankOutcome` each, in the order in which they ended
@@ -532,10 +532,9 @@ class RankRun:
         self.wrapped = self._wrap(options)
         self.optimizer = make_optimizer(self.model, config)
         self.progress, self.stop_asked, self.stopping = Progress(), False, False
-        generators = RandomGenerators() if parallel == "fsdp" else RankGenerators(ranks)
         RankGenerators(ranks).seed(config.seed)
         self.contract = RankContract(ranks, self.facts(), identity={"config": config, "data": splits.train},
-                                     **self.participants(), progress=self.progress, rng=generators)
+                                     **self.participants())
         self.last: dict[str, Any] = {}
         if parallel == "ddp" and settled:
             settle_buckets(self)
@@ -545,10 +544,12 @@ class RankRun:
         return {"parallel": self.parallel, "backend": self.ranks.backend, "mesh": [self.ranks.size]}
 
     def participants(self) -> dict[str, Any]:
-        "Model and optimizer as this rank's contract takes them."
+        "What takes part in this rank's contract: under FSDP2 its parts, and its own generators alone."
         if self.parallel == "fsdp":
-            return {"model": LocalShards(self.model), "optimizer": LocalShards(self.optimizer)}
-        return {"model": self.model, "optimizer": self.optimizer}
+            return {"model": LocalShards(self.model), "optimizer": LocalShards(self.optimizer),
+                    "progress": self.progress, "rng": RandomGenerators()}
+        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress,
+                "rng": RankGenerators(self.ranks)}
 
     def _require_parts(self) -> None:
         n, size = self.config.grad_accumulation, self.ranks.size
