@@ -345,6 +345,7 @@ AVERAGES = (
          lose=lambda system: system.part("model")[1].reset_running_stats()),
     Kind("non-persistent buffer, rebuilt", _with_random_features, lost="the same buffer (drawn anew)",
          lose=lambda system: system.part("model")[1].features.normal_()),
+    Kind("SWALR, the schedule of the average", partial(_averaged, True), lost="scheduler"),
 )
 
 # %% ../nbs/03a_larger_state.ipynb #cell-038
@@ -558,9 +559,12 @@ def _augmented() -> AugmentedBatches:
     return AugmentedBatches(StepBatches(stream, block_size=6, batch_size=8, seed=3), scale=0.1)
 
 
-def _step_loader(first: int, last: int, workers: int, own_generator: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _step_loader(
+    first: int, last: int, workers: int, own_generator: bool, ahead: int = 2
+) -> Iterator[tuple[Tensor, Tensor]]:  # ahead: batches that each worker prepares before they are asked for
     "The batches of the steps from `first` on, before `last`, each keyed by its step."
     return iter(DataLoader(_augmented(), batch_size=None, sampler=range(first, last), num_workers=workers,
+                           prefetch_factor=ahead if workers else None,
                            generator=torch.Generator() if own_generator else None,
                            multiprocessing_context="fork" if workers else None))
 
