@@ -11,21 +11,16 @@ from hypothesis import strategies as st
 
 from fault_tolerant_transformer_lab.config import ConfigError
 from fault_tolerant_transformer_lab.goodput import (
-    DEFAULT_PRIOR_MTBF,
     Costs,
     FailureLaw,
-    PlanError,
     ShardedSave,
-    auto_interval,
     availability_interval,
     costs_of_account,
     costs_of_benchmark,
     daly_first_interval,
     daly_interval,
     describe_plan,
-    estimated_mtbf,
     expected_shares,
-    optimal_interval,
     period_of,
     plan,
     plan_of_account,
@@ -33,9 +28,16 @@ from fault_tolerant_transformer_lab.goodput import (
     simulate,
     simulate_attempts,
     simulate_runs,
-    step_seconds_of,
     tolerable_intervals,
     young_interval,
+)
+from fault_tolerant_transformer_lab.interval import (
+    DEFAULT_PRIOR_MTBF,
+    PlanError,
+    auto_interval,
+    estimated_mtbf,
+    optimal_interval,
+    step_seconds_of,
 )
 from fault_tolerant_transformer_lab.ledger import PHASES, Account, Attempt
 
@@ -390,13 +392,15 @@ def test_auto_begins_at_one_step_and_at_most_doubles():
     assert auto_interval(account, current=2 * best).steps == best  # down at once
     assert auto_interval(account, current=best, at_most=7).steps == 7
     assert "stays at" in auto_interval(account, current=best).reason
+    assert auto_interval(account).steps == best  # an attempt with ten saves behind it does not begin again at one
+    assert auto_interval(run_of(1_000, 0.5, saves=4)).steps == 2
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1e3), st.floats(1e-6, 1e3), st.integers(1, 10**6),
        st.none() | st.integers(1, 10**4))
 def test_auto_is_a_number_of_steps_whatever_was_measured(n_steps, stall, step, current, at_most):
     answer = auto_interval(run_of(n_steps, stall, step), current=current, at_most=at_most)
-    assert type(answer.steps) is int and 1 <= answer.steps <= max(2 * current, 1)
+    assert type(answer.steps) is int and 1 <= answer.steps <= 2 * current
     assert at_most is None or answer.steps <= at_most
     assert answer == auto_interval(run_of(n_steps, stall, step), current=current, at_most=at_most)
 
