@@ -9,8 +9,8 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'tensor_paths', 'examined', 'latest_of', 'as_json', 'warned', 'next_command', 'summary', 'Train',
            'TrainSmoke', 'Verify', 'lineage_line', 'plain_manifest', 'settings', 'inspection', 'Inspect',
            'difference_row', 'Diff', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'counted',
-           'Prove', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say',
-           'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
+           'Prove', 'ProveScript', 'Plan', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak',
+           'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
            'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
@@ -197,6 +197,8 @@ _OptionalPath = Annotated[Path | None, made_by(path_from, Path, "PATH"),
 _Whole = Annotated[int, made_by(whole_from, int, "N")]
 _OptionalNumber = Annotated[int | None, made_by(whole_from, int, "N"), tyro.conf.arg(help_behavior_hint="(optional)")]
 _Number = Annotated[float, made_by(number_from, float, "X")]
+_OptionalFloat = Annotated[float | None, made_by(number_from, float, "X"),
+                           tyro.conf.arg(help_behavior_hint="(optional)")]
 
 # %% ../nbs/10_cli.ipynb #cell-032
 def within(
@@ -841,6 +843,86 @@ class Prove:
         return proof_outcome(proof, self.json)
 
 # %% ../nbs/10_cli.ipynb #cell-107
+_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
+    metavar="TEXT", help_behavior_hint="(optional, may be given several times)")]]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(optional)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveScript:
+    "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
+
+    command: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(
+        metavar="COMMAND", help="after --, as you type it; {dir} is the folder of a run",
+        help_behavior_hint="(required)")]]
+    checkpoints: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(
+        metavar="GLOB", help="the checkpoint files or folders, relative to a run's folder, may be given several times",
+        help_behavior_hint="(required)")]
+    resume_command: _Text = ""  # starts it after a kill, split as a shell would; by default COMMAND again
+    steps_flag: _Text = ""  # the script's flag for its number of steps: --steps-flag=--max-steps; needs --steps
+    steps: _OptionalNumber = None  # shortens the run to so many
+    kills: _Words = ()  # kinds of kills: checkpoints, events, random, chain, disk-full; by default all
+    max_checkpoints: _Whole = 8  # kills right after checkpoints, spread over the run
+    every_event: bool = False  # kill before every system call of every save, not before one of each kind
+    random_kills: _Whole = 3  # at moments drawn from --seed
+    chain: _Whole = 3  # kills in one run
+    seed: _Whole = 0  # decides the random moments
+    only: _Words = ()  # kill points to repeat, by the names that a report gives them
+    ignore: _Words = ()  # values of a checkpoint that may differ, as globs: "time", "trainer_state.json:*"
+    trust: bool = False  # load checkpoints without restriction: this RUNS CODE that they name, in a child process
+    output: _OptionalPath = None  # new or empty folder that keeps the runs, proof.json and junit.xml
+    jobs: _OptionalNumber = None  # runs at a time; by default as many as there are cores
+    timeout: _Number = 900.0  # seconds after which a process is taken to hang
+    json: bool = False  # print JSON in place of the table
+
+    def run(self) -> Outcome:  # one table; status 1 unless the verdict is EQUIVALENT
+        "Run the proof and print one table."
+        within("--jobs", self.jobs, 1, 1024)
+        within("--timeout", self.timeout, 1, 1e7)
+        from fault_tolerant_transformer_lab.publication import write_atomically
+        from fault_tolerant_transformer_lab.script_proof import KILLS, prove_script
+
+        try:
+            proof = prove_script(
+                self.command, checkpoints=self.checkpoints,
+                resume_command=shell.split(self.resume_command) or None,
+                steps_flag=self.steps_flag, steps=self.steps,
+                kills=[kind.replace("disk-full", "disk full") for kind in self.kills] or KILLS,
+                max_checkpoints=self.max_checkpoints, every_event=self.every_event, random_kills=self.random_kills,
+                chain=self.chain, seed=self.seed, only=self.only, ignore=self.ignore, trust=self.trust,
+                directory=self.output, jobs=self.jobs, timeout=self.timeout)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if self.output is not None:
+            for name, text in (("proof.json", f"{proof.to_json()}\n"), ("junit.xml", proof.to_junit())):
+                write_atomically(self.output / name, text.encode())
+        return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
+
+# %% ../nbs/10_cli.ipynb #cell-112
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    "Say how often to save, and what is lost between failures."
+
+    mtbf: _Number  # seconds from a restart to the next failure of the whole job
+    stall: _Number  # seconds that training stands still for a save
+    commit_delay: _Number = 0.0  # seconds from there until a save in the background is safe
+    detection: _Number = 0.0  # seconds until a failure is noticed
+    restart: _Number = 0.0  # seconds from there until the processes run
+    restore: _Number = 0.0  # seconds from there until training goes on
+    step_seconds: _OptionalFloat = None  # seconds of a step
+    interval: _OptionalFloat = None  # seconds between saves to look at; by default the best
+    json: bool = False  # print JSON in place of text
+
+    def run(self) -> Outcome:  # the plan
+        "Plan and describe it."
+        from fault_tolerant_transformer_lab.goodput import Costs, describe_plan, plan
+
+        costs = Costs(stall=self.stall, commit_delay=self.commit_delay, detection=self.detection,
+                      restart=self.restart, restore=self.restore)
+        made = plan(costs, self.mtbf, step_seconds=self.step_seconds, interval=self.interval)
+        return Outcome(as_json(made.to_plain()) if self.json else describe_plan(made))
+
+# %% ../nbs/10_cli.ipynb #cell-115
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -873,7 +955,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-112
+# %% ../nbs/10_cli.ipynb #cell-120
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -918,7 +1000,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-115
+# %% ../nbs/10_cli.ipynb #cell-123
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -964,19 +1046,22 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-119
+# %% ../nbs/10_cli.ipynb #cell-127
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
+    | Annotated[ProveScript, tyro.conf.subcommand("prove-script")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Diff, tyro.conf.subcommand("diff")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[CompareTuning, tyro.conf.subcommand("compare-tuning")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Crashtest, tyro.conf.subcommand("crashtest")]
     | Annotated[Soak, tyro.conf.subcommand("soak")]
 )
-NAMES = ("train", "prove", "verify", "inspect", "diff", "sample", "compare-tuning", "crashtest", "soak")
+NAMES = ("train", "prove", "prove-script", "verify", "inspect", "diff", "sample", "compare-tuning", "plan", "crashtest",
+         "soak")
 _DESCRIPTION = "Train a transformer that can be killed anywhere and goes on as the same run, and prove it. "\
     "Exit status: 0 done, 1 a check failed, 2 bad input, 128 + signal stopped. `fttl --version` prints the version."
 
@@ -1001,7 +1086,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-121
+# %% ../nbs/10_cli.ipynb #cell-129
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1042,7 +1127,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-123
+# %% ../nbs/10_cli.ipynb #cell-131
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
