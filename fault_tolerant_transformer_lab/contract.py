@@ -1120,7 +1120,20 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-117
+# %% ../nbs/03_contract.ipynb #cell-119
+def _settable(obj: object, names: list[str]) -> list[str]:
+    "The names, after each has been found to be an attribute that a restore can set."
+    if not names:
+        raise ContractError("PlainState: expected at least one field, got none; without fields= it takes them all")
+    for name in names:
+        try:
+            setattr(obj, name, getattr(obj, name))
+        except (AttributeError, TypeError) as error:
+            raise ContractError(f"PlainState: expected {_named(obj)} with an attribute {shown(name)} that can be set: "
+                                f"{error}; name attributes that are there from the start, and not read-only") from error
+    return names
+
+# %% ../nbs/03_contract.ipynb #cell-121
 class PlainState:
     "The attributes of any object as a participant: counters, best values, lists, tensors."
 
@@ -1171,20 +1184,7 @@ class PlainState:
             if name not in state:
                 delattr(self.obj, name)
 
-
-def _settable(obj: object, names: list[str]) -> list[str]:
-    "The names, after each has been found to be an attribute that a restore can set."
-    if not names:
-        raise ContractError("PlainState: expected at least one field, got none; without fields= it takes them all")
-    for name in names:
-        try:
-            setattr(obj, name, getattr(obj, name))
-        except (AttributeError, TypeError) as error:
-            raise ContractError(f"PlainState: expected {_named(obj)} with an attribute {shown(name)} that can be set: "
-                                f"{error}; name attributes that are there from the start, and not read-only") from error
-    return names
-
-# %% ../nbs/03_contract.ipynb #cell-122
+# %% ../nbs/03_contract.ipynb #cell-126
 def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
     return dict(_unwrapped(module).named_parameters())
 
@@ -1204,7 +1204,21 @@ def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> 
             # A gradient lies where its parameter does, and as its parameter does.
             parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
 
-# %% ../nbs/03_contract.ipynb #cell-125
+# %% ../nbs/03_contract.ipynb #cell-129
+def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    done, gradients = state.get("done"), state.get("gradients")
+    if state.get("every") != every:
+        raise ContractError(f"expected {every} micro-batches to an update, the checkpoint has "
+                            f"{shown(state.get('every'))}; use the number of the checkpoint's run")
+    if type(done) is not int or not 0 <= done < every or type(gradients) is not dict:
+        raise ContractError(f"expected a count below {every} and gradients, the checkpoint has {shown(done)}")
+    for name, gradient in gradients.items():
+        here = _leaf_text(parameters.get(name))
+        if _leaf_text(gradient) != here:
+            raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
+                                "the module as the checkpoint's run did")
+
+# %% ../nbs/03_contract.ipynb #cell-132
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1256,21 +1270,7 @@ class Accumulation:
         self.done = state["done"]
         _set_gradients(self.module, state["gradients"])
 
-
-def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    done, gradients = state.get("done"), state.get("gradients")
-    if state.get("every") != every:
-        raise ContractError(f"expected {every} micro-batches to an update, the checkpoint has "
-                            f"{shown(state.get('every'))}; use the number of the checkpoint's run")
-    if type(done) is not int or not 0 <= done < every or type(gradients) is not dict:
-        raise ContractError(f"expected a count below {every} and gradients, the checkpoint has {shown(done)}")
-    for name, gradient in gradients.items():
-        here = _leaf_text(parameters.get(name))
-        if _leaf_text(gradient) != here:
-            raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
-                                "the module as the checkpoint's run did")
-
-# %% ../nbs/03_contract.ipynb #cell-129
+# %% ../nbs/03_contract.ipynb #cell-136
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1309,7 +1309,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-132
+# %% ../nbs/03_contract.ipynb #cell-139
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1348,7 +1348,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-135
+# %% ../nbs/03_contract.ipynb #cell-142
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1381,7 +1381,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-138
+# %% ../nbs/03_contract.ipynb #cell-145
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1406,7 +1406,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-141
+# %% ../nbs/03_contract.ipynb #cell-148
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1450,7 +1450,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-144
+# %% ../nbs/03_contract.ipynb #cell-151
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1484,7 +1484,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-147
+# %% ../nbs/03_contract.ipynb #cell-154
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1529,7 +1529,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-150
+# %% ../nbs/03_contract.ipynb #cell-157
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1581,7 +1581,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-154
+# %% ../nbs/03_contract.ipynb #cell-161
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}

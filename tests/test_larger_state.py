@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint
-from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, generators_undisturbed
+from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, RandomGenerators, generators_undisturbed
 from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
 from fault_tolerant_transformer_lab.larger_state import (
     KINDS,
@@ -35,6 +35,7 @@ from fault_tolerant_transformer_lab.larger_state import (
     start,
 )
 from fault_tolerant_transformer_lab.publication import CheckpointStore
+from fault_tolerant_transformer_lab.training import deterministic
 
 HERE = [kind for kind in KINDS.values() if kind not in STATEFUL_LOADERS or find_spec("torchdata")]
 IN_THIS_PROCESS = [kind for kind in HERE if kind not in (*STEP_LOADERS, *PLAIN_LOADERS, *STATEFUL_LOADERS)]
@@ -248,6 +249,38 @@ def test_a_system_that_is_built_otherwise_resumes_wherever_it_stopped(name, tmp_
                 path = store.save(run.contract).path
     with open_checkpoint(path) as saved:
         assert first_difference(whole[5:], resume(replace(kind, stop=5), saved)) is None
+
+
+def on_cuda(what, at):
+    "A run on the GPU that exercises one thing."
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3 if what == "generator" else 0.0), nn.Linear(8, 1)).cuda()
+    options = {"capturable": {"capturable": True}, "fused": {"fused": True}}.get(what, {})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **options)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**19, growth_interval=2) if what == "scaler" else None
+
+    def step(number):
+        inputs, targets = (each.cuda() for each in examples(number))
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler is not None):
+            outputs = model(inputs)
+        loss = (outputs.float() - targets).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        return loss.item()
+
+    more = {"rng": RandomGenerators()} if scaler is None else {"scaler": scaler}
+    return System(step, model=model, optimizer=optimizer, **more)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("what", ["generator", "scaler", "capturable", "fused"])
+def test_a_run_on_cuda_resumes_to_the_bit_and_its_state_is_missed(what):
+    lose = {"generator": lambda system: torch.cuda.manual_seed_all(99)}.get(what)
+    kind = Kind(what, partial(on_cuda, what), lost="scaler" if what == "scaler" else "optimizer", lose=lose)
+    with deterministic():
+        assert measure(kind).proven
 
 
 # The harness can fail
