@@ -7,7 +7,7 @@ __all__ = ['SCHEMA_VERSION', 'PAGE', 'CHUNK_BYTES', 'MAX_HEADER_BYTES', 'MAX_HEA
            'UnknownSchemaError', 'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree',
            'decode_tree', 'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'Manifest', 'Encoding', 'encode',
            'state_digest', 'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance',
-           'compare_tensors', 'Difference', 'diff']
+           'compare_tensors', 'Difference', 'diff_manifests', 'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 import base64
@@ -323,7 +323,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._by_memory: dict[tuple, str] = {}
+        self._at: dict[int, list[str]] = {}  # names by address: where two meet, their keys decide
         self._uses: Counter[str] = Counter({"__metadata__": 1})
 
     def __call__(self, path: TreePath, tensor: torch.Tensor) -> str:
@@ -334,16 +334,18 @@ class _Names:
                 f"holds dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPE_NAMES)}; convert it")
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ContractError(f"{format_path(path)} has {tensor.dim()} dimensions, at most {_MAX_DIMENSIONS} fit")
-        key = tensor_key(tensor)
-        if key not in self._by_memory:
-            name = base = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
-            while name in self._uses:
-                self._uses[base] += 1
-                name = f"{base}#{self._uses[base]}"
-            self._uses[name] += 1
-            self._by_memory[key] = name
-            self.tensors[name] = tensor
-        return self._by_memory[key]
+        met = self._at.setdefault(tensor.data_ptr() or id(tensor), [])
+        for name in met:  # a key costs more than all else here, so it is made only where it decides
+            if tensor_key(self.tensors[name]) == tensor_key(tensor):
+                return name
+        name = base = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
+        while name in self._uses:
+            self._uses[base] += 1
+            name = f"{base}#{self._uses[base]}"
+        self._uses[name] += 1
+        self.tensors[name] = tensor
+        met.append(name)
+        return name
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-044
 def _lay_out(tensors: dict[str, torch.Tensor]) -> list[Slot]:
@@ -1262,26 +1264,39 @@ def _compare_values(where: str, *sides: tuple[_File, Manifest, TensorEntry]) -> 
                       share=n_changed * dtype.itemsize / size)
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-120
+def diff_manifests(
+    a: Manifest,  # from `read_manifest` or `verify`
+    b: Manifest,  # another
+    compare: Callable[[str, TensorEntry, TensorEntry], Difference] | None = None,  # of two tensors of other values
+) -> list[Difference]:  # empty where both describe one state; of tensors only that their digests differ
+    """List where two headers describe different states, in milliseconds: no tensor is read.
+
+    A header says what was written. That the file still holds it, only `verify` knows.
+    """
+    if a.state_digest == b.state_digest:
+        return []
+    leaves_a, leaves_b = (dict(_leaves({"step": m.step, "tokens_seen": m.tokens_seen, **m.tree()})) for m in (a, b))
+    found = []
+    for path, leaf in leaves_a.items():
+        where = format_path(path)
+        if path not in leaves_b:
+            found.append(Difference(where, "only in a", a=_shown(leaf)))
+        elif _differ(leaf, other := leaves_b[path]):
+            if type(leaf) is type(other) is TensorEntry and (leaf.dtype, leaf.shape) == (other.dtype, other.shape):
+                by_digest = Difference(where, "value", leaf.digest[:12], other.digest[:12])
+                found.append(compare(where, leaf, other) if compare else by_digest)
+            else:
+                found.append(_compare_leaves(where, leaf, other))
+    only_b = (path for path in leaves_b if path not in leaves_a)
+    return found + [Difference(format_path(path), "only in b", b=_shown(leaves_b[path])) for path in only_b]
+
+
 def diff(
     path_a: str | os.PathLike,  # a checkpoint file
     path_b: str | os.PathLike,  # another
 ) -> list[Difference]:  # empty means bitwise equal
     """List where two checkpoints' states differ; tensors are read only where their digests differ."""
     with _File(path_a) as file_a, _File(path_b) as file_b:
-        manifest_a, manifest_b = _read_manifest(file_a), _read_manifest(file_b)
-        if manifest_a.state_digest == manifest_b.state_digest:
-            return []
-        leaves_a, leaves_b = (dict(_leaves({"step": m.step, "tokens_seen": m.tokens_seen, **m.tree()}))
-                              for m in (manifest_a, manifest_b))
-        found = []
-        for path, a in leaves_a.items():
-            where = format_path(path)
-            if path not in leaves_b:
-                found.append(Difference(where, "only in a", a=_shown(a)))
-            elif _differ(a, b := leaves_b[path]):
-                if type(a) is type(b) is TensorEntry and (a.dtype, a.shape) == (b.dtype, b.shape):
-                    found.append(_compare_values(where, (file_a, manifest_a, a), (file_b, manifest_b, b)))
-                else:
-                    found.append(_compare_leaves(where, a, b))
-        only_b = (path for path in leaves_b if path not in leaves_a)
-        return found + [Difference(format_path(path), "only in b", b=_shown(leaves_b[path])) for path in only_b]
+        a, b = _read_manifest(file_a), _read_manifest(file_b)
+        return diff_manifests(a, b, lambda where, entry_a, entry_b: _compare_values(
+            where, (file_a, a, entry_a), (file_b, b, entry_b)))

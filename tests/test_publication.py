@@ -488,6 +488,8 @@ def from_strace(text, root):
         elif call == "flock":
             if "LOCK_UN" not in rest:
                 found.append(("lock", relative(paths[0]), None, None, None))
+        elif call == "sync_file_range":
+            found.append(("start_writeback", relative(paths[0]), None, int(re.search(r">, (\d+),", rest)[1]), None))
         elif call == "ftruncate":
             found.append(("truncate", relative(paths[0]), None, None, None))
         elif call == "mmap" and "PROT_WRITE" not in rest:
@@ -508,9 +510,11 @@ def test_the_kernel_saw_exactly_what_the_seam_recorded(tmp_path):
         disk = RecordingDisk()
         with CheckpointStore({str(root / "checkpoints")!r}, disk=disk) as store:
             for step in (1, 2, 3): store.save(a_run(step))
+            store.save(a_run(4, width=1_500_000))  # large enough for an early start of the writing
+            store.save(a_run(5, width=1_500_000), wait=False)
         write_atomically({str(root / "manifest.json")!r}, b"{{}}", disk)
         with CheckpointStore({str(root / "checkpoints")!r}, disk=disk) as store:
-            store.restore(a_run(0)); store.rewind(2)
+            store.restore(a_run(0, width=1_500_000)); store.rewind(4)
         records = [(r.name, str(r.path), r.target and str(r.target), r.offset, r.n_bytes) for r in disk.records]
         open({str(said)!r}, "w").write(json.dumps(records))
     """
@@ -527,7 +531,7 @@ def test_the_kernel_saw_exactly_what_the_seam_recorded(tmp_path):
     seen = [entry for entry in from_strace(log.read_text(), root) if not entry[1].startswith("..")]
     assert seen == recorded
     assert {name for name, *_ in seen} >= {"create", "write", "fsync", "replace", "sync_directory", "unlink", "lock",
-                                           "make_directory", "open_lock", "truncate"}
+                                           "make_directory", "open_lock", "truncate", "start_writeback"}
 
 
 # Names, generations, retention
@@ -1081,12 +1085,38 @@ def test_a_lock_file_that_is_something_else_is_refused_and_nothing_outside_is_wr
     assert outside.read_text() == "precious"
 
 
-def test_a_linked_store_is_resolved_once_and_later_exchanges_change_nothing(directory, tmp_path):
+@pytest.mark.parametrize("spelled", ["{}", "{}/", "{}/."])
+def test_a_linked_directory_is_refused_for_writing_and_for_reading(directory, tmp_path, spelled):
+    real = tmp_path / "real"
+    with CheckpointStore(real) as store:
+        store.save(a_run(1))
+    directory.symlink_to(real)
+    for kind in (CheckpointStore, Generations):
+        with pytest.raises(CheckpointError, match=r"symbolic link.*name the directory itself \(real/\)"):
+            kind(spelled.format(directory))
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        CheckpointStore(dangling)
+
+
+def test_a_directory_exchanged_for_a_link_is_not_read(directory, tmp_path):
+    with CheckpointStore(directory) as store:
+        store.save(a_run(1))
+    reader = Generations(directory)
+    directory.rename(tmp_path / "moved")
+    directory.symlink_to(tmp_path / "moved")
+    for look in (reader.generations, reader.latest, lambda: store.restore(a_run(1))):
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            look()
+
+
+def test_links_above_a_store_are_resolved_once_and_later_exchanges_change_nothing(directory, tmp_path):
     real, other = tmp_path / "real", tmp_path / "other"
     real.mkdir()
     other.mkdir()
-    directory.symlink_to(real)
-    with CheckpointStore(directory) as store:
+    directory.symlink_to(real)  # the run's folder, on another disk
+    with CheckpointStore(directory / "checkpoints") as store:
         store.save(a_run(1))
         directory.unlink()
         directory.symlink_to(other)
@@ -1095,7 +1125,7 @@ def test_a_linked_store_is_resolved_once_and_later_exchanges_change_nothing(dire
         real.symlink_to(other)
         store.disk.unlink(store._writable(), generation_name(1))
     assert list(other.iterdir()) == []
-    assert sorted(contents(tmp_path / "moved")) == [generation_name(2)]
+    assert sorted(contents(tmp_path / "moved/checkpoints")) == [generation_name(2)]
 
 
 def test_a_store_exchanged_for_a_link_before_it_is_opened_is_refused(directory, tmp_path):
