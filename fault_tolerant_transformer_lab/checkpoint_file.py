@@ -561,19 +561,17 @@ def _from_tensors(
 def _from_memory(
     memory: memoryview, slots: list[Slot], data_start: int, digests: _Digests
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield the data section out of memory that holds it as the file will, having it digested on the way."""
-    written, parts = 0, []
+    """Yield the data section out of memory that holds it as the file will, having it digested meanwhile.
+
+    Chunks are large and begin on a page, in the file as in memory that does: the writer may pass by the page cache.
+    """
     for slot in slots:
         end = slot.begin + slot.n_bytes
-        for begin in range(slot.begin, max(end, slot.begin + 1), _STAGING_BYTES):
-            reached = min(begin + _STAGING_BYTES, end)
-            parts.append(_Part(slot.name, memory[begin:reached], begin == slot.begin, reached == end))
-            if reached - written >= _STAGING_BYTES:
-                digests.submit(parts)
-                yield from _chunks(data_start + written, memory[written:reached])
-                written, parts = reached, []
-    digests.submit(parts)
-    yield from _chunks(data_start + written, memory[written:])
+        starts = range(slot.begin, max(end, slot.begin + 1), _STAGING_BYTES)  # an empty tensor: one empty part
+        digests.submit([_Part(slot.name, memory[begin:min(begin + _STAGING_BYTES, end)], begin == slot.begin,
+                              begin + _STAGING_BYTES >= end) for begin in starts])
+    for begin in range(0, len(memory), _STAGING_BYTES):
+        yield data_start + begin, memory[begin:begin + _STAGING_BYTES]
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-059
 def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
@@ -1104,13 +1102,25 @@ class FileTensor:
         if view is not None:
             self._file.read_into(view, self._offset, self.name)
             return
-        staging = torch.empty(min(_STAGING_BYTES, self._entry.n_bytes), dtype=torch.uint8, device="cpu")
+        self._load_through_staging(out.detach())
+
+    def _load_through_staging(self, out: torch.Tensor) -> None:
+        """Read piece by piece; onto a CUDA device from two pinned halves, one read while the other is on its way."""
+        halves = [torch.empty(min(_STAGING_BYTES, self._entry.n_bytes), dtype=torch.uint8, pin_memory=out.is_cuda)
+                  for _ in range(2 if out.is_cuda else 1)]
+        under_way: list[torch.cuda.Event | None] = [None] * len(halves)
         offset = self._offset
-        for piece in pieces(out.detach(), _STAGING_BYTES):
-            n_bytes = piece.numel() * piece.itemsize
-            self._file.read_into(staging.numpy().data[:n_bytes], offset, self.name)
-            piece.copy_(_typed(staging, 0, piece))
-            offset += n_bytes
+        for index, piece in enumerate(pieces(out, _STAGING_BYTES)):
+            turn = index % len(halves)
+            if (event := under_way[turn]) is not None:
+                event.synchronize()  # the device may still read what this half held before
+            self._file.read_into(halves[turn].numpy().data[:piece.nbytes], offset, self.name)
+            piece.copy_(_typed(halves[turn], 0, piece), non_blocking=out.is_cuda)
+            if out.is_cuda:
+                under_way[turn] = torch.cuda.current_stream(out.device).record_event()
+            offset += piece.nbytes
+        for event in filter(None, under_way):
+            event.synchronize()
 
     def load(self) -> torch.Tensor:  # on the CPU, contiguous
         """Read the tensor into new memory."""

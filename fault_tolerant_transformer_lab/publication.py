@@ -244,6 +244,16 @@ class OpenFileCalls(Seam):
             "start_writeback", path, lambda op: _sync_file_range(fd, op.offset or 0, n_bytes), offset=offset
         )
 
+    def set_direct(self, fd: int, on: bool) -> bool:  # fd: open for writing; on: writes pass by the page cache
+        "Says whether the file is now as wanted. It changes nothing on the disk, so this is no operation."
+        flag = getattr(os, "O_DIRECT", 0)
+        try:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        except OSError:  # this file system always uses the page cache
+            return False
+        return bool(flag) or not on
+
     def truncate(self, fd: int, n_bytes: int) -> None:  # fd: open for writing; n_bytes: the new length
         "Sets a file's length."
         self.perform("truncate", self.path_of(fd), lambda op: os.ftruncate(fd, n_bytes))
@@ -397,12 +407,13 @@ def publish(
     name: str,  # the name under which readers find the file
     chunks: Iterable[tuple[int, memoryview]],  # offset and bytes; each is written before the next is asked for
     *,
+    direct: bool = False,  # pass by the page cache where that can be; for large chunks that begin on a page
     last_check: Callable[[], object] = lambda: None,  # called when all is on the device; raises if it may not be shown
 ) -> int:  # number of bytes written
     "Puts a whole file under a name, durably, in one step; on failure the name is as before and no temporary stays."
     fd = _patiently(lambda: disk.create(directory, temporary))
     try:
-        n_bytes = _fill(disk, fd, chunks)
+        n_bytes = _fill(disk, fd, chunks, direct)
         last_check()
         disk.replace(directory, temporary, name)
     except BaseException as error:
@@ -416,33 +427,61 @@ def publish(
     return n_bytes
 
 
+_WRITE_BYTES = 1 << 20  # one write through the page cache: at times larger ones cost several times as much
 _WRITEBACK_BYTES = 8 << 20  # below this an early start gains nothing
 _NOT_OFFERED = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)  # by this kernel or sandbox: go on without
+_PAGE = 4096
 
 
-def _written(disk: Disk, fd: int, chunks: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
-    "Writes each chunk, and has the kernel send to the device what was written while the next ones are made."
-    begin = end = 0
-    early = sys.platform == "linux"
-    for offset, data in chunks:
-        if offset != end:
-            begin = offset
-        end = offset + len(data)
-        yield write_fully(disk, fd, data, offset)
-        if early and end - begin >= _WRITEBACK_BYTES:
+class _EarlyStart:
+    "Has the kernel send to the device what was written, while the next bytes are made."
+
+    def __init__(self, disk: Disk, fd: int) -> None:
+        self.disk, self.fd, self.begin, self.end = disk, fd, 0, 0
+        self.offered = sys.platform == "linux"
+
+    def wrote(self, offset: int, n_bytes: int) -> None:
+        if offset != self.end:
+            self.begin = offset
+        self.end = offset + n_bytes
+        if self.offered and self.end - self.begin >= _WRITEBACK_BYTES:
             try:
-                disk.start_writeback(fd, begin, end - begin)
+                self.disk.start_writeback(self.fd, self.begin, self.end - self.begin)
             except PublicationError as error:
                 if error.errno not in _NOT_OFFERED:
                     raise
-                early = False
-            begin = end
+                self.offered = False
+            self.begin = self.end
 
 
-def _fill(disk: Disk, fd: int, chunks: Iterable[tuple[int, memoryview]]) -> int:
+def _written(disk: Disk, fd: int, chunks: Iterable[tuple[int, memoryview]], direct: bool) -> Iterator[int]:
+    "Writes each chunk: its whole pages past the page cache where that is wanted and works, all else through it."
+    early, direct = _EarlyStart(disk, fd), direct and disk.set_direct(fd, True)
+    for offset, data in chunks:
+        done = _write_pages(disk, fd, data, offset) if direct else 0
+        if direct and done < len(data):
+            direct = not disk.set_direct(fd, False)
+        for begin in range(done, len(data), _WRITE_BYTES):
+            part = data[begin:begin + _WRITE_BYTES]
+            early.wrote(offset + begin, write_fully(disk, fd, part, offset + begin))
+        yield len(data)
+
+
+def _write_pages(disk: Disk, fd: int, data: memoryview, offset: int) -> int:
+    "Writes the whole pages of a chunk directly; 0 where memory or file do not fit that (EINVAL)."
+    whole = 0 if offset % _PAGE else len(data) // _PAGE * _PAGE
+    try:
+        return write_fully(disk, fd, data[:whole], offset)
+    except PublicationError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
+def _fill(disk: Disk, fd: int, chunks: Iterable[tuple[int, memoryview]], direct: bool) -> int:
     "Writes, syncs and closes; the descriptor is closed in any case."
     try:
-        n_bytes = sum(_written(disk, fd, chunks))
+        n_bytes = sum(_written(disk, fd, chunks, direct))
         disk.fsync(fd)  # before the rename: else the new name can lead to zeros after a power loss
     except BaseException:
         if isinstance(chunks, Generator):
@@ -462,7 +501,7 @@ def _discard(disk: Disk, directory: int, temporary: str, cause: BaseException) -
         if error.errno != errno.ENOENT and isinstance(cause, PublicationError):
             cause.consequence += f"; {temporary} could not be removed ({error.reason}), the next writer does it"
 
-# %% ../nbs/05_publication.ipynb #cell-054
+# %% ../nbs/05_publication.ipynb #cell-057
 def _require_platform() -> None:
     if fcntl is None or sys.platform not in ("linux", "darwin"):
         raise CheckpointError(
@@ -500,7 +539,7 @@ def make_directories(
         existing = existing / name
     return resolved
 
-# %% ../nbs/05_publication.ipynb #cell-058
+# %% ../nbs/05_publication.ipynb #cell-061
 def write_atomically(
     path: Path | str,  # the file's name; a symbolic link there is replaced, not followed
     data: bytes,  # all that it shall hold
@@ -529,7 +568,7 @@ def _remove_abandoned(disk: Disk, directory: int, name: str) -> None:
     with suppress(PublicationError):
         disk.lock(directory, shared=True)
 
-# %% ../nbs/05_publication.ipynb #cell-062
+# %% ../nbs/05_publication.ipynb #cell-065
 @dataclass(frozen=True, order=True)
 class Generation:
     "A checkpoint that the directory lists under its own name; whether its file is sound is not known yet."
@@ -559,7 +598,7 @@ def step_of(
     found = _NAME.fullmatch(name)
     return int(found[1]) if found and generation_name(int(found[1])) == name else None
 
-# %% ../nbs/05_publication.ipynb #cell-066
+# %% ../nbs/05_publication.ipynb #cell-069
 @contextmanager
 def _reading(generation: Generation) -> Iterator[None]:
     "Names a refusal by the system (permission, too many open files); a file that is gone is the caller's matter."
@@ -601,7 +640,7 @@ def _require_step(generation: Generation, step: int) -> None:
             f"rename it to {generation_name(step)} if that step is missing", "step",
         )
 
-# %% ../nbs/05_publication.ipynb #cell-068
+# %% ../nbs/05_publication.ipynb #cell-071
 def _no_link(directory: Path) -> Path:
     "The directory without links above it; a link in its own place is refused."
     if directory.is_symlink():
@@ -648,7 +687,7 @@ class Generations:
                 return generation
         return None
 
-# %% ../nbs/05_publication.ipynb #cell-074
+# %% ../nbs/05_publication.ipynb #cell-077
 class NoCheckpointError(CheckpointError):
     "Nothing to restore from; `empty` tells a fresh directory from one whose checkpoints cannot be used."
 
@@ -662,7 +701,7 @@ class NoCheckpointError(CheckpointError):
         self.empty, self.reasons = empty, tuple(reasons)
         super().__init__(message)
 
-# %% ../nbs/05_publication.ipynb #cell-075
+# %% ../nbs/05_publication.ipynb #cell-078
 @dataclass(frozen=True)
 class Restored:
     "What a restore used, and what it passed over."
@@ -671,7 +710,7 @@ class Restored:
     step: int  # the completed step it holds
     skipped: tuple[tuple[Path, str], ...] = ()  # newer files that were not sound, and why, newest first
 
-# %% ../nbs/05_publication.ipynb #cell-076
+# %% ../nbs/05_publication.ipynb #cell-079
 def restore_newest(
     source: Generations,  # where the checkpoints are
     contract: Contract,  # whose participants are changed, all or none
@@ -716,7 +755,7 @@ def _nothing(source: Generations, step: int | None, skipped: list[tuple[Path, st
         "directory: nothing is started over silently", empty=False, reasons=reasons,
     )
 
-# %% ../nbs/05_publication.ipynb #cell-083
+# %% ../nbs/05_publication.ipynb #cell-086
 def to_delete(
     steps: Iterable[int],  # sound checkpoints, any order
     *,
@@ -737,16 +776,50 @@ def _looks_sound(generation: Generation) -> bool:
         return False
 
 
-def _outdated(found: Sequence[Generation], keep_last: int, keep_every: int | None) -> list[int]:
+class _Sound:
+    "Remembers which files looked sound, until something about them changes: a header of many tensors takes time."
+
+    def __init__(self) -> None:
+        self._facts: dict[Path, tuple[int, ...]] = {}
+
+    def __call__(self, generation: Generation) -> bool:
+        facts = _facts_of(generation.path)
+        if facts is None or self._facts.get(generation.path) != facts:
+            self._facts.pop(generation.path, None)
+            if not _looks_sound(generation):
+                return False
+            self.note(generation.path, facts)
+        return True
+
+    def note(self, path: Path, facts: tuple[int, ...] | None) -> None:
+        "Remembers a file, as it is on the disk; those that are gone are forgotten."
+        self._facts = {known: kept for known, kept in self._facts.items() if known.exists()}
+        if facts is not None:
+            self._facts[path] = facts
+
+
+def _facts_of(path: Path) -> tuple[int, ...] | None:
+    "What changes when somebody writes to a file or exchanges it."
+    try:
+        facts = os.lstat(path)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino, facts.st_mode, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_uid
+
+
+def _outdated(
+    found: Sequence[Generation], keep_last: int, keep_every: int | None,
+    looks_sound: Callable[[Generation], bool] = _looks_sound,
+) -> list[int]:
     "Applies `to_delete` to files: what is not sound is neither counted nor deleted."
     sound: list[int] = []
     for generation in sorted(found, reverse=True):
         stays_anyway = len(sound) >= keep_last and keep_every and generation.step % keep_every == 0
-        if not stays_anyway and _looks_sound(generation):  # a long run keeps thousands: only read what could go
+        if not stays_anyway and looks_sound(generation):  # a long run keeps thousands: only read what could go
             sound.append(generation.step)
     return to_delete(sound, keep_last=keep_last, keep_every=keep_every)
 
-# %% ../nbs/05_publication.ipynb #cell-087
+# %% ../nbs/05_publication.ipynb #cell-090
 def set_aside(
     disk: Disk,  # the seam
     directory: int,  # from `Disk.open_directory`; the caller holds the writer's lock
@@ -778,7 +851,7 @@ def _remove_temporaries(disk: Disk, directory: int) -> None:
             )
         disk.unlink(directory, name)
 
-# %% ../nbs/05_publication.ipynb #cell-091
+# %% ../nbs/05_publication.ipynb #cell-094
 class CheckpointLockedError(CheckpointError):
     "Another process is writing into this directory; `pid`, `host` and `started` say which."
 
@@ -803,7 +876,7 @@ def _read_holder(fd: int) -> dict[str, Any]:
         return {}
     return said if isinstance(said, dict) else {}
 
-# %% ../nbs/05_publication.ipynb #cell-092
+# %% ../nbs/05_publication.ipynb #cell-095
 _LOCK_NAME = ".lock"
 _held: "set[WriterLock]" = set()
 _fork_hook: list[bool] = []
@@ -890,7 +963,7 @@ class WriterLock:
                 os.close(fd)
         self._fd = self.directory = None
 
-# %% ../nbs/05_publication.ipynb #cell-099
+# %% ../nbs/05_publication.ipynb #cell-102
 @dataclass(frozen=True)
 class Published:
     "A checkpoint that is on the device under its final name."
@@ -899,57 +972,6 @@ class Published:
     step: int  # the completed step
     state_digest: str  # two runs are bitwise equal exactly when these are equal
     n_bytes: int  # length of the file
-
-
-class Pending:
-    "A save that goes on in the background. Its failure is raised once: by `result`, or by the store's next call."
-
-    def __init__(
-        self,
-        step: int,  # the completed step that is being saved
-        work: Callable[[], Published],  # writes and publishes; runs in a thread of its own
-    ) -> None:
-        self.step = step
-        self._process = os.getpid()
-        self._published: Published | None = None
-        self._error: BaseException | None = None
-        self._told = False
-        # Not a daemon: an interpreter that exits waits for it, and the checkpoint is published.
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-save-{step}")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Published]) -> None:
-        try:
-            self._published = work()
-        except BaseException as error:  # raised by whoever asks next
-            self._error = error
-
-    def done(self) -> bool:
-        "Whether it has ended, well or badly."
-        return os.getpid() == self._process and not self._thread.is_alive()
-
-    def result(self) -> Published:
-        "Waits until the checkpoint is durable and published, or raises what went wrong."
-        if os.getpid() != self._process:
-            raise CheckpointError(f"step {self.step} is saved by process {self._process}, and this is a forked child")
-        self._thread.join()
-        if self._published is None:
-            self._told = True
-            raise self._error or CheckpointError(f"the save of step {self.step} ended without a result: save again")
-        return self._published
-
-    def failure(self) -> BaseException | None:
-        "Waits for the end; gives the error that nobody has been told yet, and counts it as told."
-        if os.getpid() != self._process:
-            return None
-        self._thread.join()
-        untold, self._told = not self._told, True
-        return self._error if untold else None
-
-    def tell(self) -> None:
-        "At interpreter exit: an error that nobody collected goes where Python reports failed threads."
-        if (error := self.failure()) is not None:
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
 
 
 def _require_space(disk: Disk, directory: int, need: int) -> None:
@@ -994,9 +1016,9 @@ def _warn_about_permissions(directory: Path) -> None:
                 f"chmod go-w {path.name}", stacklevel=3,
             )
 
-# %% ../nbs/05_publication.ipynb #cell-100
-class CheckpointStore(Generations):
-    "A directory of checkpoints; as a context manager it is the one writer."
+# %% ../nbs/05_publication.ipynb #cell-103
+class _Writer(Generations):
+    "The holder of a directory's lock, who publishes."
 
     def __init__(
         self,
@@ -1013,11 +1035,9 @@ class CheckpointStore(Generations):
         self.keep_last, self.keep_every, self.disk = keep_last, keep_every, disk or Disk()
         self._lock = WriterLock(self.directory, self.disk)
         self._doubtful: set[int] = set()  # perhaps not durable: no older one may go on their account
-        self._staging = Staging()
-        self._pending: Pending | None = None
-        self._abandoned = False  # an interrupted exit tells the save in the background to stop
+        self._sound = _Sound()
 
-    def __enter__(self) -> "CheckpointStore":
+    def _open(self) -> None:
         if self._lock.directory is not None:
             raise CheckpointError(f"{place_of(self.directory)}/ is open for writing by this very store: enter it once")
         make_directories(self.directory, self.disk)
@@ -1029,19 +1049,146 @@ class CheckpointStore(Generations):
         except BaseException:
             self._lock.release()
             raise
-        self._abandoned = False
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def _writable(self) -> int:
+        if self._lock.directory is None:
+            raise CheckpointError(
+                f"writing into {place_of(self.directory)}/ needs its lock, which this process does not hold (a forked "
+                "child never does): use the store in a `with` block"
+            )
+        return self._lock.directory
+
+    def _guarded(self) -> int:
+        "The open directory, with the lock still what keeps others out."
+        directory = self._writable()
+        self._lock.require_held()
+        return directory
+
+# %% ../nbs/05_publication.ipynb #cell-105
+class _Publisher(_Writer):
+    "Publishes encodings and retains what must stay."
+
+    def _publish(
+        self, step: int, encoding: Encoding, last_check: Callable[[], object], stop: Callable[[], bool], direct: bool
+    ) -> Published:
+        directory, name = self._writable(), generation_name(step)
+        _remove_temporaries(self.disk, directory)
+        _require_space(self.disk, directory, encoding.n_bytes)
+
+        def _last_check() -> None:
+            self._guarded()
+            last_check()
+
+        self._doubtful.add(step)
+        chunks = _until(stop, encoding.chunks())
+        publish(self.disk, directory, f".{name}.tmp", name, chunks, direct=direct, last_check=_last_check)
+        self._doubtful.discard(step)
+        published = Published(self.directory / name, step, encoding.manifest.state_digest, encoding.n_bytes)
+        self._sound.note(published.path, _facts_of(published.path))  # every byte of it was just written and synced
+        self._retain(directory, published)
+        return published
+
+    def _retain(self, directory: int, published: Published) -> None:
+        found = [g for g in self.generations() if g.step not in self._doubtful]
         try:
-            failure = self._last_failure()
-        finally:
-            self._staging.close()
-            self._lock.release()
-        if failure is not None and error is None:
-            raise failure
-        if failure is not None and error is not None:
-            error.add_note(f"The save in the background failed as well: {failure}")
+            for step in _outdated(found, self.keep_last, self.keep_every, self._sound):
+                self.disk.unlink(directory, generation_name(step))
+        except PublicationError as error:
+            error.published = published
+            error.consequence = f"{published.path.name} is published and durable, but an older one could not be removed"
+            raise
+
+
+def _until(
+    stop: Callable[[], bool], chunks: Iterator[tuple[int, memoryview]]
+) -> Iterator[tuple[int, memoryview]]:
+    "The chunks, as long as nobody wants the save to stop."
+    for chunk in chunks:
+        if stop():
+            raise CheckpointError("the save was interrupted: nothing was published")
+        yield chunk
+
+# %% ../nbs/05_publication.ipynb #cell-107
+class Pending:
+    "A save that goes on in the background. Its failure is raised once: by `result`, or by the store's next call."
+
+    def __init__(
+        self,
+        step: int,  # the completed step that is being saved
+        work: Callable[[], Published],  # writes and publishes; runs in a thread of its own
+    ) -> None:
+        self.step = step
+        self._process = os.getpid()
+        self._published: Published | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-save-{step}", daemon=False)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Published]) -> None:
+        try:
+            self._published = work()
+        except BaseException as error:  # raised by whoever asks next
+            self._error = error
+
+    def done(self) -> bool:
+        "Whether it has ended, well or badly."
+        return os.getpid() == self._process and not self._thread.is_alive()
+
+    def result(self) -> Published:
+        "Waits until the checkpoint is durable and published, or raises what went wrong."
+        if os.getpid() != self._process:
+            raise CheckpointError(f"step {self.step} is saved by process {self._process}, and this is a forked child")
+        self._thread.join()
+        if self._published is None:
+            self._told = True
+            raise self._error or CheckpointError(f"the save of step {self.step} ended without a result: save again")
+        return self._published
+
+    def failure(self) -> BaseException | None:
+        "Waits for the end; gives the error that nobody has been told yet, and counts it as told."
+        if os.getpid() != self._process:
+            return None
+        self._thread.join()
+        untold, self._told = not self._told, True
+        return self._error if untold else None
+
+    def tell(self) -> None:
+        "At interpreter exit: an error that nobody collected goes where Python reports failed threads."
+        if (error := self.failure()) is not None:
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+
+# %% ../nbs/05_publication.ipynb #cell-108
+class _Background(_Publisher):
+    "Publishes in the background, one state at a time, and loses no failure."
+
+    def __init__(self, directory: Path | str, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self._staging = Staging()
+        self._pending: Pending | None = None
+        self._abandoned = False  # an interrupted exit tells the save in the background to stop
+
+    def _begin(self, step: int, encoding: Encoding, staged: Staged) -> Pending:
+        "Has a state that is copied, or is being copied, published."
+        def _work() -> Published:
+            staged.copy_rest()
+            return self._publish(step, encoding, staged.require_one_moment, lambda: self._abandoned, direct=True)
+
+        try:
+            self._pending = pending = Pending(step, _work)
+        except BaseException:  # no thread to be had: nobody would copy the rest
+            self._staging.forget()
+            raise
+        atexit.register(pending.tell)
+        return pending
+
+    def wait(self) -> None:
+        "Waits until no save goes on in the background; raises the failure of the last one, once."
+        if self._pending is not None:
+            failure = self._pending.failure()
+            self._forget_pending()
+            if failure is not None:
+                raise failure
 
     def _last_failure(self) -> BaseException | None:
         "Waits for the save in the background. Interrupted, it has that stop, and waits on: the lock must outlive it."
@@ -1062,19 +1209,35 @@ class CheckpointStore(Generations):
         self._pending = None
         self._staging.forget()
 
-    def _writable(self) -> int:
-        if self._lock.directory is None:
-            raise CheckpointError(
-                f"writing into {place_of(self.directory)}/ needs its lock, which this process does not hold (a forked "
-                "child never does): use the store in a `with` block"
-            )
-        return self._lock.directory
+# %% ../nbs/05_publication.ipynb #cell-110
+class CheckpointStore(_Background):
+    "A directory of checkpoints; as a context manager it is the one writer."
 
-    def _guarded(self) -> int:
-        "The open directory, with the lock still what keeps others out."
-        directory = self._writable()
-        self._lock.require_held()
-        return directory
+    def __init__(
+        self,
+        directory: Path | str,  # made when entered; no symbolic link, though the path to it may hold some
+        *,
+        keep_last: int = 2,  # newest checkpoints that stay, 1 or more
+        keep_every: int | None = None,  # steps that are multiples of this stay for ever; None: none
+        disk: Disk | None = None,  # the seam to the disk; None: the real one
+    ) -> None:
+        super().__init__(directory, keep_last=keep_last, keep_every=keep_every, disk=disk)
+
+    def __enter__(self) -> "CheckpointStore":
+        self._open()
+        self._abandoned = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            failure = self._last_failure()
+        finally:
+            self._staging.close()
+            self._lock.release()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None and error is not None:
+            error.add_note(f"The save in the background failed as well: {failure}")
 
     def is_at(
         self,
@@ -1087,93 +1250,60 @@ class CheckpointStore(Generations):
         except OSError:
             return False
 
-    def wait(self) -> None:
-        "Waits until no save goes on in the background; raises the failure of the last one, once."
-        if self._pending is not None:
-            failure = self._pending.failure()
-            self._forget_pending()
-            if failure is not None:
-                raise failure
-
     @overload
-    def save(self, contract: Contract, step: int | None = None, *, wait: Literal[True] = True) -> Published: ...
+    def save(
+        self,
+        contract: Contract,  # what to save
+        step: int | None = None,  # completed steps; None: the contract's own progress
+        *,
+        wait: Literal[True] = True,  # until it survives a power loss
+    ) -> Published:
+        "Captures the state and publishes it durably."
 
     @overload
     def save(
-        self, contract: Contract, step: int | None = None, *, wait: bool, overlap: bool = False
-    ) -> Published | Pending: ...
+        self,
+        contract: Contract,  # what to save
+        step: int | None = None,  # completed steps; None: the contract's own progress
+        *,
+        wait: Literal[False],  # only until it is copied
+        overlap: bool = False,  # copy what only optimizers change until their next step
+    ) -> Pending:
+        "Captures the state and has it published in the background."
+
+    @overload
+    def save(
+        self,
+        contract: Contract,  # what to save
+        step: int | None = None,  # completed steps; None: the contract's own progress
+        *,
+        wait: bool,  # until it survives a power loss; False: until it is copied
+        overlap: bool = False,  # with wait=False: copy what only optimizers change until their next step
+    ) -> Published | Pending:
+        "Captures the state and publishes it durably, perhaps in the background."
 
     def save(
         self,
         contract: Contract,  # what to save
         step: int | None = None,  # completed steps; None: the contract's own progress
         *,
-        wait: bool = True,  # return when it survives a power loss; False: when the state is copied
+        wait: bool = True,  # until it survives a power loss; False: until it is copied, and publish in the background
         overlap: bool = False,  # with wait=False: copy what only optimizers change until their next step
     ) -> Published | Pending:  # what is published, or is being published
         "Captures the state and publishes it durably; an earlier save in the background is waited for first."
         if overlap and wait:
             raise ValueError("overlap=True hides the copy of a save in the background: give wait=False as well")
         self.wait()
-        directory, snapshot = self._guarded(), contract.capture(step)
+        self._guarded()
+        snapshot = contract.capture(step)
         _require_newest(snapshot.step, found := self.generations())
         if found and found[-1].step == snapshot.step:
             _require_same_state(found[-1], snapshot)
         encoding = encode(snapshot)
         if wait:
-            return self._publish(directory, snapshot.step, encoding, self._guarded)
+            return self._publish(snapshot.step, encoding, lambda: None, lambda: False, direct=False)
         optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []
-        return self._begin(directory, snapshot.step, encoding, self._staging.take(encoding, optimizers))
-
-    def _begin(self, directory: int, step: int, encoding: Encoding, staged: Staged) -> Pending:
-        "Has a copied state published in the background."
-        def _work() -> Published:
-            staged.copy_rest()
-
-            def _last_check() -> None:
-                self._guarded()
-                staged.require_one_moment()
-
-            return self._publish(directory, step, encoding, _last_check)
-
-        try:
-            self._pending = pending = Pending(step, _work)
-        except BaseException:  # no thread to be had: nobody would copy the rest
-            self._staging.forget()
-            raise
-        atexit.register(pending.tell)
-        return pending
-
-    def _publish(
-        self, directory: int, step: int, encoding: Encoding, last_check: Callable[[], object]
-    ) -> Published:
-        "Writes, publishes, retains; in the background while the run goes on."
-        name = generation_name(step)
-        _remove_temporaries(self.disk, directory)
-        _require_space(self.disk, directory, encoding.n_bytes)
-        self._doubtful.add(step)
-        publish(self.disk, directory, f".{name}.tmp", name, self._chunks(encoding), last_check=last_check)
-        self._doubtful.discard(step)
-        published = Published(self.directory / name, step, encoding.manifest.state_digest, encoding.n_bytes)
-        self._retain(directory, published)
-        return published
-
-    def _chunks(self, encoding: Encoding) -> Iterator[tuple[int, memoryview]]:
-        "The encoding's chunks, as long as nobody wants it to stop."
-        for chunk in encoding.chunks():
-            if self._abandoned:
-                raise CheckpointError("the save was interrupted: nothing was published")
-            yield chunk
-
-    def _retain(self, directory: int, published: Published) -> None:
-        found = [g for g in self.generations() if g.step not in self._doubtful]
-        try:
-            for step in _outdated(found, self.keep_last, self.keep_every):
-                self.disk.unlink(directory, generation_name(step))
-        except PublicationError as error:
-            error.published = published
-            error.consequence = f"{published.path.name} is published and durable, but an older one could not be removed"
-            raise
+        return self._begin(snapshot.step, encoding, self._staging.take(encoding, optimizers))
 
     def restore(
         self,
