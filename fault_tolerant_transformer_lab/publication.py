@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from fault_tolerant_transformer_lab.checkpoint_file import (
     CheckpointCorruptError,
     Encoding,
+    Ring,
     encode,
     open_checkpoint,
     read_manifest,
@@ -430,6 +431,7 @@ def publish(
 _WRITE_BYTES = 1 << 20  # one write through the page cache: at times larger ones cost several times as much
 _WRITEBACK_BYTES = 8 << 20  # below this an early start gains nothing
 _NOT_OFFERED = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)  # by this kernel or sandbox: go on without
+_DIRECT_BYTES = 8 << 20  # a smaller file is through before the device notices
 _PAGE = 4096
 
 
@@ -1036,6 +1038,7 @@ class _Writer(Generations):
         self._lock = WriterLock(self.directory, self.disk)
         self._doubtful: set[int] = set()  # perhaps not durable: no older one may go on their account
         self._sound = _Sound()
+        self._ring = Ring()
 
     def _open(self) -> None:
         if self._lock.directory is not None:
@@ -1069,7 +1072,7 @@ class _Publisher(_Writer):
     "Publishes encodings and retains what must stay."
 
     def _publish(
-        self, step: int, encoding: Encoding, last_check: Callable[[], object], stop: Callable[[], bool], direct: bool
+        self, step: int, encoding: Encoding, last_check: Callable[[], object], stop: Callable[[], bool]
     ) -> Published:
         directory, name = self._writable(), generation_name(step)
         _remove_temporaries(self.disk, directory)
@@ -1080,8 +1083,9 @@ class _Publisher(_Writer):
             last_check()
 
         self._doubtful.add(step)
-        chunks = _until(stop, encoding.chunks())
-        publish(self.disk, directory, f".{name}.tmp", name, chunks, direct=direct, last_check=_last_check)
+        chunks = _until(stop, encoding.chunks(self._ring))
+        publish(self.disk, directory, f".{name}.tmp", name, chunks, direct=encoding.data_bytes >= _DIRECT_BYTES,
+                last_check=_last_check)
         self._doubtful.discard(step)
         published = Published(self.directory / name, step, encoding.manifest.state_digest, encoding.n_bytes)
         self._sound.note(published.path, _facts_of(published.path))  # every byte of it was just written and synced
@@ -1172,7 +1176,7 @@ class _Background(_Publisher):
         "Has a state that is copied, or is being copied, published."
         def _work() -> Published:
             staged.copy_rest()
-            return self._publish(step, encoding, staged.require_one_moment, lambda: self._abandoned, direct=True)
+            return self._publish(step, encoding, staged.require_one_moment, lambda: self._abandoned)
 
         try:
             self._pending = pending = Pending(step, _work)
@@ -1301,7 +1305,7 @@ class CheckpointStore(_Background):
             _require_same_state(found[-1], snapshot)
         encoding = encode(snapshot)
         if wait:
-            return self._publish(snapshot.step, encoding, lambda: None, lambda: False, direct=False)
+            return self._publish(snapshot.step, encoding, lambda: None, lambda: False)
         optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []
         return self._begin(snapshot.step, encoding, self._staging.take(encoding, optimizers))
 

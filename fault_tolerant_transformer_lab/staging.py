@@ -28,7 +28,7 @@ _HEADROOM = 64 << 20  # memory grows in steps of this
 def _touched(n_bytes: int, pinned: bool) -> torch.Tensor:
     "New memory whose every page exists, beginning on a page; page-locked where a CUDA device copies into it."
     if pinned:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     area = mmap.mmap(-1, n_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages: more and smaller ones then
@@ -66,13 +66,13 @@ class _Copier:
         self.memory = memory
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:  # device: of a tensor that will be copied
         "Called where the tensors were last changed: what the side stream does comes after that."
         if device.type == "cuda" and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, tensor: torch.Tensor, slot: Slot) -> None:
+    def copy(self, tensor: torch.Tensor, slot: Slot) -> None:  # slot: where in the memory it goes
         "Copies one tensor into its slot, or has it copied by the time that `wait` returns."
         if tensor.device.type != "cuda":
             copy_bytes(tensor, self.memory, slot.begin)
@@ -193,7 +193,7 @@ class Staged:
 
 # %% ../nbs/04a_staging.ipynb #cell-027
 class Staging:
-    "The memory that a store keeps for its saves in the background, and the hooks by which optimizers wait for the copy."
+    "The memory that a store keeps for saves in the background, and the hooks by which optimizers wait for the copy."
 
     def __init__(self) -> None:
         self._memory = Memory()

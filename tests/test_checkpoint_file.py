@@ -215,7 +215,7 @@ def test_header_comes_last_and_every_byte_once():
     assert spans[-1] == (0, encoding.manifest.data_start)
     reached = encoding.manifest.data_start
     for offset, length in spans[:-1]:
-        assert offset == reached and 0 < length <= checkpoint_file.CHUNK_BYTES
+        assert offset == reached and 0 < length <= 4 << 20
         reached += length
     assert reached == encoding.n_bytes
 
@@ -228,11 +228,40 @@ def test_manifest_is_known_only_after_the_last_chunk():
     assert encoding.manifest.step == 3
 
 
-def test_contiguous_tensors_are_handed_out_without_a_copy():
-    tensor = torch.ones(250_000)
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    addresses = [np.frombuffer(view, np.uint8).ctypes.data for _, view in encode(snapshot({"t": tensor})).chunks()]
-    assert begin <= addresses[0] < end and len(addresses) == 2
+def test_a_state_of_any_size_passes_through_four_page_aligned_buffers():
+    tree = {"big": torch.zeros(10_000_000), "strided": torch.zeros(3000, 1000).t(), "small": torch.zeros(3)}
+    data = [view for offset, view in encode(snapshot(tree)).chunks() if offset]
+    addresses = [np.frombuffer(view, np.uint8).ctypes.data for view in data]
+    assert len(set(addresses)) <= 4 < len(addresses) == -(-52_000_012 // (4 << 20))
+    assert all(address % checkpoint_file.PAGE == 0 for address in addresses)
+
+
+def test_a_relocated_encoding_gives_the_same_file_out_of_the_memory_that_it_was_given():
+    tree = {"big": torch.randn(3_000_001), "half": torch.randn(7).half(), "empty": torch.zeros(0), "n": torch.tensor(3)}
+    files = []
+    for relocated in (False, True):
+        encoding = encode(snapshot(tree))
+        if relocated:
+            memory = torch.zeros(encoding.data_bytes, dtype=torch.uint8)
+            for slot in encoding.slots:
+                checkpoint_file.copy_bytes(encoding.tensors[slot.name], memory, slot.begin)
+            encoding.relocate(memory.numpy().data)
+            assert encoding.tensors == {}
+        file = bytearray(encoding.n_bytes)
+        for offset, view in encoding.chunks():
+            file[offset:offset + len(view)] = view
+        files.append(bytes(file))
+    assert files[0] == files[1]
+    with pytest.raises(ValueError, match="expected memory of"):
+        encode(snapshot(tree)).relocate(memoryview(bytearray(3)))
+
+
+@pytest.mark.parametrize("n", [1000, 4000])
+def test_the_number_of_reads_and_writes_does_not_grow_with_small_tensors(n, tmp_path):
+    encoding = encode(snapshot({f"t.{i:05}": torch.full((16,), float(i)) for i in range(n)}))
+    spans = [(offset, len(view)) for offset, view in encoding.chunks()]
+    assert len(spans) == 2  # the data, the header
+    assert encoding.n_bytes - encoding.data_bytes <= 4096 + 260 * n
 
 
 def test_a_caller_that_gives_up_leaves_no_thread():

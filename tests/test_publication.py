@@ -510,11 +510,13 @@ def test_the_kernel_saw_exactly_what_the_seam_recorded(tmp_path):
         disk = RecordingDisk()
         with CheckpointStore({str(root / "checkpoints")!r}, disk=disk) as store:
             for step in (1, 2, 3): store.save(a_run(step))
-            store.save(a_run(4, width=1_500_000))  # large enough for an early start of the writing
-            store.save(a_run(5, width=1_500_000), wait=False)
+            store.save(a_run(4, width=1_500_000))  # large enough to pass by the page cache
+            disk.set_direct = lambda fd, on: False  # as where a file system has no such thing
+            store.save(a_run(5, width=1_500_000))  # large enough for an early start of the writing
+            store.save(a_run(6, width=1_500_000), wait=False)
         write_atomically({str(root / "manifest.json")!r}, b"{{}}", disk)
         with CheckpointStore({str(root / "checkpoints")!r}, disk=disk) as store:
-            store.restore(a_run(0, width=1_500_000)); store.rewind(4)
+            store.restore(a_run(0, width=1_500_000)); store.rewind(5)
         records = [(r.name, str(r.path), r.target and str(r.target), r.offset, r.n_bytes) for r in disk.records]
         open({str(said)!r}, "w").write(json.dumps(records))
     """
