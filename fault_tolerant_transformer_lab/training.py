@@ -9,8 +9,8 @@ __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at
            'moved', 'no_boundary', 'RunObserver', 'untouched', 'evaluation_loss', 'open_splits', 'require_finite',
            'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
            'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
-           'check_resume', 'restore', 'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same',
-           'finish', 'train']
+           'may_go_on', 'publish_step', 'settle', 'save_step', 'append_row', 'check_resume', 'restore', 'open_log',
+           'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same', 'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -288,6 +288,7 @@ class RunObserver(Protocol):
         self,
         contract: Contract,  # of the run, restored where there was something to restore
         step: int,  # completed
+        run: "TrainingRun",  # itself
     ) -> None:
         "See the run before its first step in this call; not called where there is nothing to do."
 
@@ -771,91 +772,96 @@ class Session:
                 f"{self.run.progress.step}; its checkpoints are in the moved folder ({saved}). Nothing was written in "
                 "its old place: put the folder back, or go on in the new place")
 
-    def may_go_on(
-        self,
-        error: PublicationError,  # of a save, or of the log
-    ) -> bool:
-        "Whether a failure may be passed over: if that is wanted, and a sound checkpoint is there to go on from."
-        if error.operation == "fsync" and error.path == self.log.path:
-            return False  # the kernel may have dropped lines, and the next fsync would succeed over the hole
-        return self.run.config.on_save_error == "continue" and self.store.latest() is not None
-
-    def publish(
-        self,
-        step: int,  # the one that is saved
-        save: Callable[[], Published | None],  # tries to; None where the publication is only begun
-        *,
-        last: bool = False,  # a failure is raised, whatever was chosen for failures
-    ) -> None:
-        "Try to publish, and take note of how it ended."
-        published = None
-        self.disk.saving = step
-        try:
-            published = save()
-        except PublicationError as error:
-            published = error.published  # set where only the removal of an older checkpoint failed
-            if last or not self.may_go_on(error):
-                raise
-            self.failed_saves += published is None
-            what = "an older checkpoint was not removed" if published else "no checkpoint was saved"
-            self.note(f"step {step}: {what}, training goes on (on_save_error=continue): {error}", logging.WARNING)
-        finally:
-            if self.pending is None:
-                self.disk.saving, self.disk.in_background = None, False
-        if published is not None:
-            self.checkpoint, self.state_digest, self.saved = published.path, published.state_digest, published.step
-            self.run.on_boundary("after_publication", published.step)
-
-    def save(
-        self,
-        *,
-        last: bool = False,  # the run ends here: it is waited for, and a failure is raised in any case
-    ) -> None:
-        "Save the completed step after the log that belongs to it; where that was chosen, only begin to."
-        self.settle()
-        self.require_folder()
-        contract, step, mode = self.run.contract, self.run.progress.step, self.run.config.checkpoint_mode
-
-        def save() -> Published | None:
-            "Make the log durable first, so that no checkpoint is ahead of it."
-            self.log.sync()
-            if last or mode == "sync":
-                return self.store.save(contract, step=step)
-            self.disk.in_background = True
-            begun = self.store.save(contract, step=step, wait=False, overlap=mode == "overlapped")
-            if isinstance(begun, Published):
-                return begun
-            self.pending = begun
-            return None
-
-        self.publish(step, save, last=last)
-
-    def settle(
-        self,
-        *,
-        wait: bool = True,  # for the end of a save in the background; False only looks whether it has ended
-    ) -> None:
-        "Take note of how the save in the background ended, where there was one."
-        if self.pending is not None and (wait or self.pending.done()):
-            pending, self.pending = self.pending, None
-            self.publish(pending.step, pending.result)
-
-    def append(
-        self,
-        row: dict[str, Any],  # of the step just completed
-    ) -> None:
-        "Add a line to the log; where failed saves are passed over, one that cannot be written now waits in memory."
-        try:
-            self.log.append(row)
-        except PublicationError as error:
-            if not self.may_go_on(error):
-                raise
-            if not self.log_waits:
-                self.note(f"step {self.run.progress.step}: the log cannot be written, its lines wait in memory: "
-                          f"{error}", logging.WARNING)
-        self.log_waits = bool(self.log.unwritten)
-
 # %% ../nbs/06_training.ipynb #cell-087
+def may_go_on(
+    session: Session,  # in which it happened
+    error: PublicationError,  # of a save, or of the log
+) -> bool:
+    "Whether a failure may be passed over: if that is wanted, and a sound checkpoint is there to go on from."
+    if error.operation == "fsync" and error.path == session.log.path:
+        return False
+    return session.run.config.on_save_error == "continue" and session.store.latest() is not None
+
+
+def publish_step(
+    session: Session,  # its run has completed a step that is to be saved, or was when the save was begun
+    step: int,  # that step
+    attempt: Callable[[], Published | None],  # tries to; None where the publication is only begun
+    *,
+    last: bool = False,  # a failure is raised, whatever was chosen for failures
+) -> None:
+    "Try to publish, and take note of how it ended."
+    published, disk = None, session.disk
+    disk.saving = step
+    try:
+        published = attempt()
+    except PublicationError as error:
+        published = error.published  # set where only the removal of an older checkpoint failed
+        if last or not may_go_on(session, error):
+            raise
+        session.failed_saves += published is None
+        what = "an older checkpoint was not removed" if published else "no checkpoint was saved"
+        session.note(f"step {step}: {what}, training goes on (on_save_error=continue): {error}", logging.WARNING)
+    finally:
+        if session.pending is None:
+            disk.saving, disk.in_background = None, False
+    if published is not None:
+        session.checkpoint, session.state_digest, session.saved = published.path, published.state_digest, published.step
+        session.run.on_boundary("after_publication", published.step)
+
+# %% ../nbs/06_training.ipynb #cell-089
+def settle(
+    session: Session,  # which may have a save in the background
+    *,
+    wait: bool = True,  # for its end; False only looks whether it has ended
+) -> None:
+    "Take note of how the save in the background ended, where there was one."
+    if session.pending is not None and (wait or session.pending.done()):
+        pending, session.pending = session.pending, None
+        publish_step(session, pending.step, pending.result)
+
+
+def save_step(
+    session: Session,  # its run has completed a step
+    *,
+    last: bool = False,  # the run ends here: it is waited for, and a failure is raised in any case
+) -> None:
+    "Save the completed step after the log that belongs to it; where that was chosen, only begin to."
+    settle(session)
+    session.require_folder()
+    contract, step, mode = session.run.contract, session.run.progress.step, session.run.config.checkpoint_mode
+
+    def attempt() -> Published | None:
+        "Make the log durable first, so that no checkpoint is ahead of it."
+        session.log.sync()
+        if last or mode == "sync":
+            return session.store.save(contract, step=step)
+        session.disk.in_background = True
+        begun = session.store.save(contract, step=step, wait=False, overlap=mode == "overlapped")
+        if isinstance(begun, Published):
+            return begun
+        session.pending = begun
+        return None
+
+    publish_step(session, step, attempt, last=last)
+
+# %% ../nbs/06_training.ipynb #cell-091
+def append_row(
+    session: Session,  # with its log open
+    row: dict[str, Any],  # of the step just completed
+) -> None:
+    "Add a line to the log, or let it wait where the disk does not take it and failures are passed over."
+    try:
+        session.log.append(row)
+    except PublicationError as error:
+        if not may_go_on(session, error):
+            raise
+        if not session.log_waits:
+            session.note(f"step {session.run.progress.step}: the log cannot be written, its lines wait in memory: "
+                         f"{error}", logging.WARNING)
+    session.log_waits = bool(session.log.unwritten)
+
+# %% ../nbs/06_training.ipynb #cell-093
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -877,7 +883,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-091
+# %% ../nbs/06_training.ipynb #cell-097
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -895,7 +901,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-093
+# %% ../nbs/06_training.ipynb #cell-099
 def open_log(
     session: Session,  # at its first step
 ) -> None:
@@ -932,7 +938,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-095
+# %% ../nbs/06_training.ipynb #cell-101
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -954,22 +960,22 @@ def advance_to(
     with progress_bar_of(session, goal) as bar:
         while progress.step < goal and stop.signal is None:
             run.advance()
-            session.settle(wait=False)
+            settle(session, wait=False)
             row = run.last
             if config.eval_every and progress.step % config.eval_every == 0:
                 row = row | run.evaluations()
             if progress.step % config.log_every == 0 or "validation_loss" in row:
-                session.append(row)
+                append_row(session, row)
             if progress.step % config.checkpoint_every == 0:
-                session.save(last=progress.step == goal or stop.signal is not None)
+                save_step(session, last=progress.step == goal or stop.signal is not None)
             if bar is not None:
                 rate = (bar.format_dict["rate"] or 0.0) * tokens_per_step(config)
                 bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {session.saved or 0}",
                                     refresh=False)
                 bar.update()
-    session.settle()
+    settle(session)
     if progress.step not in (begun, session.saved):
-        session.save(last=True)
+        save_step(session, last=True)
 
 
 def tells_the_same(
@@ -1009,7 +1015,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-096
+# %% ../nbs/06_training.ipynb #cell-102
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
@@ -1057,6 +1063,6 @@ def _train_under_lock(session: Session, stop_after_step: int | None, stop: StopR
     else:
         write_manifest(session)
         if session.run.observer is not None:
-            session.run.observer.started(session.run.contract, step)
+            session.run.observer.started(session.run.contract, step, session.run)
         advance_to(session, goal, stop)
     return finish(session, advanced)

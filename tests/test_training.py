@@ -346,7 +346,8 @@ def test_a_run_on_a_gpu_resumes_exactly_and_is_not_continued_on_the_cpu_by_accid
 
 def test_an_observer_sees_the_restored_contract_and_each_step_before_its_boundary(tmp_path):
     class Watching:
-        def started(self, contract, step):
+        def started(self, contract, step, run):
+            assert run.contract is contract
             events.append(("started", step, contract.step, state_digest(contract.capture())))
 
         def completed(self, step, loss):
