@@ -22,7 +22,8 @@ setup(
     packages=[package],
     package_data={package: ["py.typed", "configs/*.json"]},
     install_requires=settings["requirements"].split(),
-    extras_require={extra: settings[f"{extra}_requirements"].split() for extra in ("dev", "fuzz")},
+    extras_require={name.removesuffix("_requirements"): needed.split()
+                    for name, needed in settings.items() if name.endswith("_requirements")},
     entry_points={"console_scripts": settings["console_scripts"].split()},
     zip_safe=False,
 )
