@@ -115,7 +115,7 @@ class RankOutcome:
     exit_code: int  # 0 is success, -9 a SIGKILL
     result: Any = None  # what its function returned
     error: str = ""  # the last line of its traceback
-    after_s: float = 0.0  # seconds from the start
+    after_s: float = 0.0  # seconds from the start to its failure, or to its end
 
 
 class RankFailure(CheckpointError):
@@ -124,7 +124,7 @@ class RankFailure(CheckpointError):
     def __init__(
         self,
         message: str,  # one line for the reader
-        outcomes: Sequence[RankOutcome] = (),  # of every rank, in the order in which they ended
+        outcomes: Sequence[RankOutcome] = (),  # of every rank, the first to fail first
     ) -> None:
         super().__init__(message)
         self.outcomes = tuple(outcomes)
@@ -153,11 +153,15 @@ def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: P
     try:
         with process_group(dist.FileStore(str(folder / "store"), size), rank, size, timeout_s=timeout_s,
                            backend="gloo") as ranks:
-            result = function(ranks)
+            try:
+                result = function(ranks)
+            except BaseException as error:  # noted before the group is left, which the others notice at once
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                (folder / f"error-{rank}").write_text(json.dumps([time.monotonic(), text]))
+                raise
         (folder / f"result-{rank}").write_text(json.dumps(result))
-    except BaseException as error:
+    except BaseException:
         traceback.print_exc()
-        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}".splitlines()[0])
         os._exit(1)
 
 # %% ../nbs/11_distributed.ipynb #cell-010
@@ -168,7 +172,7 @@ def run_ranks(
     timeout_s: float = 150.0,  # for all of it; then what still runs is killed
     grace_s: float = 15.0,  # what the others get once one has failed
     check: bool = True,  # raise `RankFailure` where a rank fails; False returns the outcomes as they are
-) -> list[Any]:  # each rank's result by rank; with check=False a `RankOutcome` each, in the order in which they ended
+) -> list[Any]:  # each rank's result by rank; with check=False a `RankOutcome` each, the first to fail first
     "Fork ranks on this machine, each in a process group with the others, and wait for them."
     fork, begun, outcomes = multiprocessing.get_context("fork"), time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
@@ -182,7 +186,7 @@ def run_ranks(
             while running and time.monotonic() < deadline:
                 wait_for_any([p.sentinel for p in running.values()], max(0.0, deadline - time.monotonic()))
                 for rank in [rank for rank, p in running.items() if p.exitcode is not None]:
-                    outcomes.append(_outcome(rank, running.pop(rank).exitcode or 0, folder, time.monotonic() - begun))
+                    outcomes.append(_outcome(rank, running.pop(rank).exitcode or 0, folder, begun))
                     if outcomes[-1].exit_code:
                         deadline = min(deadline, time.monotonic() + grace_s)
         finally:
@@ -190,19 +194,20 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
-        outcomes += [_outcome(rank, -signal.SIGKILL, folder, time.monotonic() - begun, "killed: its time was up")
-                     for rank in running]
+        # who was killed had no time to say when; what its peers say comes after it
+        outcomes.sort(key=lambda outcome: (outcome.exit_code >= 0, outcome.after_s))
+        outcomes += [_outcome(rank, -signal.SIGKILL, folder, begun, "killed: its time was up") for rank in running]
     return _results(outcomes) if check else outcomes
 
 # %% ../nbs/11_distributed.ipynb #cell-011
-def _outcome(rank: int, exit_code: int, folder: Path, after_s: float, error: str = "") -> RankOutcome:
-    def _read(kind: str) -> str:
+def _outcome(rank: int, exit_code: int, folder: Path, begun: float, error: str = "") -> RankOutcome:
+    def _read(kind: str) -> Any:
         path = folder / f"{kind}-{rank}"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return json.loads(path.read_text()) if path.exists() else None
 
-    result = _read("result")
-    error = _read("error") or error or (f"rank {rank} {ended_how(exit_code)}" if exit_code else "")
-    return RankOutcome(rank, exit_code, json.loads(result) if result else None, error, round(after_s, 3))
+    otherwise = error or (f"rank {rank} {ended_how(exit_code)}" if exit_code else "")
+    at, said = _read("error") or (time.monotonic(), otherwise)
+    return RankOutcome(rank, exit_code, _read("result"), said, round(at - begun, 3))
 
 
 def _results(outcomes: list[RankOutcome]) -> list[Any]:

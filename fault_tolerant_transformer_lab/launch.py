@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['LOST_A_PEER', 'RankSession', 'build_run', 'resume_as_wished', 'digest_of_checkpoint', 'train_rank', 'lost_a_peer',
-           'first_cause', 'train_distributed', 'launch', 'Place', 'MatrixCell', 'prove_distributed', 'places_of']
+           'first_cause', 'train_distributed', 'launch', 'Place', 'MatrixCell', 'prove_distributed', 'operations_of',
+           'places_of', 'outlive_launcher']
 
 # %% ../nbs/11c_launch.ipynb #cell-003
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,7 +41,7 @@ from fault_tolerant_transformer_lab.distributed import (
 )
 from .elastic import ElasticRun
 from .publication import Disk, NoCheckpointError, Published, place_of
-from .sharded import RankStore, agree, read_generation
+from .sharded import TOLD_BY, RankStore, agree, read_generation
 from fault_tolerant_transformer_lab.training import (
     BOUNDARIES,
     Interrupted,
@@ -246,7 +249,9 @@ LOST_A_PEER = 75  # exit status of a rank whose own work was sound: EX_TEMPFAIL,
 def lost_a_peer(
     error: BaseException,  # that ended a rank
 ) -> bool:
-    "Whether a rank failed only because another one is gone."
+    "Whether a rank failed only because another one is gone, or has failed and said so."
+    if any(note.startswith(TOLD_BY) for note in getattr(error, "__notes__", ())):
+        return True
     if isinstance(error, CheckpointError):
         return str(error).startswith("a rank was lost")
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(
@@ -421,16 +426,108 @@ def _cell(
     return MatrixCell(parallel, size, tuple(map(str, chain)), struck, tuple(resumed), digest == expected, problem)
 
 
+def operations_of(
+    config: ExperimentConfig,  # see `prove_distributed`
+    parallel: Parallel,  # the mode
+    size: int,  # ranks
+    step: int,  # at which the run saves
+) -> list[int]:  # by rank
+    "Count each rank's operations on the disk while a step is saved."
+    def _run(ranks: Ranks) -> int:
+        counted = [0]
+
+        def _count(name: str, at: int) -> None:
+            counted[0] += (name, at) == ("during_write", step)
+
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(agree(lambda: own)[0])
+            train_rank(config, folder, ranks, parallel=parallel, on_boundary=_count, stop_after_step=step)
+            dist.barrier()
+        return counted[0]
+
+    return run_ranks(_run, size)
+
+
 def places_of(
     size: int,  # ranks
     *,
     step: int,  # in which to strike; a step at which the run saves
-    operations: int = 0,  # of a write to strike at, for each rank; 0 leaves the writes out
+    operations: Sequence[int] = (),  # for each rank, in how many places of its write to strike; see `operations_of`
 ) -> list[list[Place]]:  # one chain each
     "Every boundary of the loop for one rank and for all, every operation of each rank's write, and a chain of three."
     everybody, last = tuple(range(size)), size - 1
     loop = [name for name in BOUNDARIES if name != "during_write"]
     chains = [[Place(who, name, step)] for name in loop for who in sorted({(last,), everybody})]
-    chains += [[Place((rank,), "during_write", step, nth)] for rank in everybody for nth in range(1, operations + 1)]
+    chains += [[Place((rank,), "during_write", step, nth)] for rank, n in enumerate(operations)
+               for nth in range(1, n + 1)]
     return [*chains, [Place((last,), "after_backward", 1), Place((0,), "after_update", step),
                       Place(everybody, "after_publication", step)]]
+
+# %% ../nbs/11c_launch.ipynb #cell-022
+_ORPHAN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from fault_tolerant_transformer_lab.config import ExperimentConfig
+from fault_tolerant_transformer_lab.launch import train_distributed
+
+config = ExperimentConfig(**json.loads(sys.argv[1]))
+folder, parallel, marker = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+
+def orphaned(name, step):
+    if (name, step) == ("before_forward", 4) and int(os.environ["RANK"]) == 0 and marker.name == "first":
+        Path(folder, "orphans").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        while not marker.exists():
+            time.sleep(0.05)
+
+train_distributed(config, folder, parallel=parallel, on_boundary=orphaned, timeout_s=100)
+"""
+
+
+def outlive_launcher(
+    config: ExperimentConfig,  # tiny, of 4 steps or more, saving every 2
+    folder: Path | str,  # the run's
+    parallel: Parallel,  # the mode
+    size: int,  # ranks
+    *,
+    timeout_s: float = 120.0,  # for each of the two launches
+) -> tuple[str | None, str]:  # the state digest at the end, and what the orphans said
+    "SIGKILL the launcher in step 4, launch again while its ranks live on, and let these try to save."
+    folder, marker = Path(folder).absolute(), Path(folder).absolute() / "first"
+    program = ("import sys; from fault_tolerant_transformer_lab.launch import launch; "
+               "launch(sys.argv[2:], int(sys.argv[1]))")
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = json.dumps(config.describe())
+
+    def _command(name: str) -> list[str]:
+        arguments = ["-c", _ORPHAN, plain, str(folder), parallel, str(folder / name)]
+        return [sys.executable, "-c", program, str(size), *arguments]
+
+    with tempfile.TemporaryFile() as said:
+        first = subprocess.Popen(_command("first"), stderr=said, stdout=said, start_new_session=True)
+        try:
+            first.wait(timeout_s)
+            second = subprocess.run(_command("second"), timeout=timeout_s, capture_output=True, text=True, check=False)
+            marker.touch()
+            _wait_for_end(int((folder / "orphans").read_text()), timeout_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    if second.returncode:
+        raise TrainingError(f"the second launch failed: {second.stderr[-300:]}")
+    return json.loads((folder / "result.json").read_text())["state_digest"], text
+
+
+def _wait_for_end(pid: int, timeout_s: float) -> None:
+    "Wait for a process that is nobody's child here."
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.05)

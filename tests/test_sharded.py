@@ -1,0 +1,342 @@
+"""Sharded generations under attack: kills of three ranks, forged plans, exchanged files, orphans, rivals."""
+
+import dataclasses
+import json
+import os
+import pickle
+import pickletools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, UnknownSchemaError
+from fault_tolerant_transformer_lab.config import load_config, shipped_config
+from fault_tolerant_transformer_lab.contract import CheckpointError, Contract
+from fault_tolerant_transformer_lab.distributed import RankRun, run_ranks
+from fault_tolerant_transformer_lab.launch import digest_of_checkpoint, outlive_launcher
+from fault_tolerant_transformer_lab.publication import CheckpointLockedError, CheckpointStore, Disk
+from fault_tolerant_transformer_lab.sharded import (
+    INDEX,
+    Inert,
+    RankStore,
+    ShardedTensor,
+    import_checkpoint,
+    new_attempt,
+    read_attempt,
+    read_generation,
+    read_inert,
+    verify_generation,
+)
+from fault_tolerant_transformer_lab.training import deterministic
+
+TINY = load_config(shipped_config("smoke")).replace(
+    grad_accumulation=6, batch_size=1, n_layers=1, d_model=8, n_heads=1)
+
+
+def steps(folder, *wanted, disk=None, **options):
+    "A function for `run_ranks`: go on from what is there, save at the steps wanted, tell what was raised."
+    def _run(ranks):
+        told = []
+        with deterministic(threads=1), RankStore(folder, ranks, disk=disk and disk(ranks), **options) as store:
+            run = RankRun(TINY, ranks, "fsdp")
+            if store.generations():
+                store.restore(run.contract)
+            while run.progress.step < max(wanted):
+                run.advance()
+                if run.progress.step in wanted:
+                    try:
+                        told.append(store.save(run.contract).state_digest)
+                    except CheckpointError as error:
+                        told.append(f"{type(error).__name__}: {error}")
+        return told
+    return _run
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    "A store of three ranks with step 1, and the digests of steps 1 and 2."
+    folder = tmp_path_factory.mktemp("origin")
+    (one,), _, _ = run_ranks(steps(folder / "checkpoints", 1), 3)
+    shutil.copytree(folder / "checkpoints", folder / "both")
+    (two,), _, _ = run_ranks(steps(folder / "both", 2), 3)
+    return folder, one, two
+
+
+@pytest.fixture
+def store(origin, tmp_path):
+    "A copy of the store with step 1."
+    return shutil.copytree(origin[0] / "checkpoints", tmp_path / "checkpoints")
+
+
+class Killer(Disk):
+    "Ends the process before the n-th operation on something of step 2."
+
+    def __init__(self, nth):
+        super().__init__()
+        self.left = nth
+
+    def operation(self, name, path, call):
+        if "step-00000002" in f"{path}":
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return call()
+
+
+@pytest.mark.parametrize(("rank", "nth", "found"), [(2, 2, 1), (1, 5, 1), (0, 1, 1), (0, 8, 1), (0, 11, 1)])
+def test_a_kill_of_any_of_three_ranks_leaves_a_whole_generation_and_the_next_save_works(
+        origin, store, rank, nth, found):
+    disk = lambda ranks: Killer(nth) if ranks.rank == rank else None  # noqa: E731
+    outcomes = run_ranks(steps(store, 2, disk=disk), 3, check=False)
+    assert (outcomes[0].rank, outcomes[0].exit_code) == (rank, -signal.SIGKILL)
+    _, one, two = origin
+    newest = max(store.glob("step-*"))
+    assert verify_generation(newest).state_digest == {1: one, 2: two}[found]
+    assert run_ranks(steps(store, 2), 3) == [[two]] * 3
+    assert not list(store.glob("*.tmp"))
+
+
+def test_no_byte_that_is_published_is_a_pickle(origin):
+    for path in (origin[0] / "both").rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            assert not zipfile.is_zipfile(path)  # what torch.save writes
+            with pytest.raises((ValueError, IndexError)):
+                list(pickletools.genops(path.read_bytes()))
+
+
+def test_retention_keeps_the_last_and_multiples_and_leaves_no_rest(tmp_path):
+    run_ranks(steps(tmp_path / "s", 1, 2, 3, 4, 5, keep_last=1, keep_every=2), 2)
+    assert sorted(os.listdir(tmp_path / "s")) == [".attempt", ".lock", "step-00000002", "step-00000004",
+                                                  "step-00000005"]
+
+
+def test_a_step_saved_again_is_left_and_another_state_of_it_is_refused(tmp_path):
+    def again(ranks):
+        with deterministic(threads=1), RankStore(tmp_path / "s", ranks) as store:
+            run = RankRun(TINY, ranks, "fsdp")
+            run.advance()
+            first = store.save(run.contract)
+            inode = os.stat(first.path).st_ino
+            same = store.save(run.contract)
+            with torch.no_grad():
+                run.model.norm.bias.to_local().add_(1)
+            try:
+                store.save(run.contract)
+            except CheckpointError as error:
+                return [first.state_digest == same.state_digest, inode == os.stat(first.path).st_ino, str(error)]
+
+    for same, kept, said in run_ranks(again, 2):
+        assert same and kept and "published with another state" in said
+
+
+def test_ranks_that_have_drifted_apart_are_refused_and_named(tmp_path):
+    def drifted(ranks):
+        with deterministic(threads=1), RankStore(tmp_path / "s", ranks) as store:
+            run = RankRun(TINY, ranks, "fsdp")
+            run.advance()
+            if ranks.rank == 1:
+                run.progress.losses[0] += 1
+            try:
+                store.save(run.contract)
+            except CheckpointError as error:
+                return [str(error), sorted(os.listdir(tmp_path / "s"))]
+
+    for said, left in run_ranks(drifted, 2):
+        assert "rank 1 has another shared state than rank 0 at step 1" in said
+        assert left == [".attempt", ".lock"]
+
+
+def test_going_back_sets_later_generations_aside(origin, tmp_path):
+    folder = shutil.copytree(origin[0] / "both", tmp_path / "both")
+
+    def back(ranks):
+        with deterministic(threads=1), RankStore(folder, ranks) as store:
+            run = RankRun(TINY, ranks, "fsdp")
+            store.restore(run.contract, step=1)
+            run.advance()
+            return store.save(run.contract).state_digest
+
+    assert run_ranks(back, 3) == [origin[2]] * 3
+    assert {"step-00000001", "step-00000002", "step-00000002.rewound"} <= set(os.listdir(folder))
+
+
+def test_a_damaged_generation_is_passed_over_by_every_rank_and_kept_as_evidence(origin, tmp_path):
+    folder = shutil.copytree(origin[0] / "both", tmp_path / "both")
+    victim = folder / "step-00000002" / "rank-00002.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-3] ^= 4
+    victim.write_bytes(content)
+    assert run_ranks(steps(folder, 2), 3) == [[origin[2]]] * 3
+    assert "step-00000002.corrupt" in os.listdir(folder)
+
+
+# Forged plans: whoever can write a file can compute its digest too, so every field is checked as well.
+
+def forged(folder, change):
+    "Change the document of a plan and give it a right digest."
+    path = folder / INDEX
+    document = json.loads(path.read_text())["document"]
+    change(document)
+    text = json.dumps(document, separators=(",", ":"))
+    path.write_text(f'{{"digest":"{blake3(text.encode()).hexdigest()}","document":{text}}}\n')
+
+
+def first(document):
+    "The first tensor that has several chunks."
+    return next(t for t in document["tensors"].values() if len(t["chunks"]) > 1)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda d: first(d)["chunks"].pop(), "do not cover it"),
+    (lambda d: first(d)["chunks"][1].update(first(d)["chunks"][0]), "overlap|do not cover"),
+    (lambda d: first(d)["chunks"][0].update(sizes=[1 << 62, 1 << 62]), "outside its tensor|do not cover"),
+    (lambda d: first(d)["chunks"][0].update(offsets=[-1, 0]), "whole numbers"),
+    (lambda d: first(d)["chunks"][0].update(file=7), "not listed"),
+    (lambda d: d["files"][0].update(name="../rank-00000.safetensors"), "not those of ranks"),
+    (lambda d: d.update(step=2), "state digest"),
+    (lambda d: d["tree"].update(extra={"$tensor": "nowhere"}), "malformed"),
+    (lambda d: d.update(files=[]), "step and files"),
+    (lambda d: d.pop("about"), "malformed"),
+])
+def test_a_forged_plan_is_refused(store, change, said):
+    forged(store / "step-00000001", change)
+    with pytest.raises(CheckpointCorruptError, match=said):
+        read_generation(store / "step-00000001")
+
+
+def test_an_unknown_schema_is_named(store):
+    forged(store / "step-00000001", lambda document: document.update(schema_version=2))
+    with pytest.raises(UnknownSchemaError, match="schema version 2, this release reads 1"):
+        read_generation(store / "step-00000001")
+
+
+def test_a_sound_file_of_another_generation_is_no_part_of_this_one(origin, tmp_path):
+    both = shutil.copytree(origin[0] / "both", tmp_path / "both")
+    shutil.copy(both / "step-00000002" / "rank-00001.safetensors", both / "step-00000001" / "rank-00001.safetensors")
+    with pytest.raises(CheckpointCorruptError, match="not the one of this generation"):
+        verify_generation(both / "step-00000001")
+
+
+@pytest.mark.parametrize("how", ["missing", "extra", "link"])
+def test_a_folder_with_more_or_less_than_its_files_is_refused(store, how):
+    folder = store / "step-00000001"
+    if how == "missing":
+        (folder / "rank-00001.safetensors").unlink()
+    elif how == "extra":
+        (folder / "rank-00003.safetensors").touch()
+    else:
+        folder.rename(store / "elsewhere")
+        folder.symlink_to("elsewhere")
+    with pytest.raises(CheckpointCorruptError, match="missing or does not belong|expected a directory"):
+        verify_generation(folder)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.data())
+def test_chunks_tile_or_are_refused(shape, data):
+    cut = data.draw(st.integers(0, shape[0]))
+    boxes = [([0] * len(shape), [cut, *shape[1:]]), ([cut] + [0] * (len(shape) - 1), [shape[0] - cut, *shape[1:]])]
+    plain = {"dtype": "F32", "shape": shape, "chunks": [
+        {"offsets": offsets, "sizes": sizes, "file": 0, "name": "x", "digest": "y"} for offsets, sizes in boxes]}
+    assert ShardedTensor.from_plain(plain).to_plain() == json.loads(json.dumps(plain))
+    moved = data.draw(st.integers(1, 4))
+    plain["chunks"][1] = dict(plain["chunks"][1], offsets=[cut + moved, *boxes[1][0][1:]])
+    if boxes[1][1][0] and all(shape):
+        with pytest.raises(ValueError, match="outside|overlap|cover"):
+            ShardedTensor.from_plain(plain)
+
+
+# Who may publish.
+
+def test_a_run_of_one_process_that_has_gone_on_fences_ranks_that_write_no_more_in_its_place(tmp_path):
+    def fenced(ranks):
+        with deterministic(threads=1), RankStore(tmp_path / "s", ranks) as store:
+            run = RankRun(TINY, ranks, "ddp")
+            run.advance()
+            store.save(run.contract)
+            plain = torch.nn.Linear(2, 2)
+            with CheckpointStore(tmp_path / "s") as other:
+                other.save(Contract(model=plain), step=9)
+            run.advance()
+            try:
+                store.save(run.contract)
+            except CheckpointError as error:
+                return f"{type(error).__name__}: {error}"
+
+    (said,) = run_ranks(fenced, 1)
+    assert said.startswith("FencedError") and "has step 9 as its newest, and this attempt last saw 1" in said
+
+
+def test_beside_a_living_launcher_nobody_takes_over(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as launcher:
+        try:
+            before = dataclasses.replace(new_attempt(None, tmp_path), launcher=launcher.pid, pid=launcher.pid)
+            ticks = Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[19]
+            living = dataclasses.replace(before, launcher_started=ticks)
+            with pytest.raises(CheckpointLockedError, match=f"process {launcher.pid} on {socket.gethostname()}"):
+                new_attempt(living, tmp_path)
+            assert new_attempt(before, tmp_path).number == 2  # its number was given to another process since
+        finally:
+            launcher.kill()
+    assert new_attempt(living, tmp_path).number == 2  # the launcher is dead: its ranks are orphans
+
+
+def test_a_record_that_is_none_is_named(tmp_path):
+    (tmp_path / ".attempt").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected an attempt's record"):
+        read_attempt(tmp_path)
+
+
+def test_the_orphans_of_a_launcher_that_was_killed_cannot_publish(tmp_path):
+    config = TINY.replace(grad_accumulation=2, steps=4, checkpoint_every=2)
+    digest, said = outlive_launcher(config, tmp_path / "run", "fsdp", 2)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert said.count("FencedError") == 1 and "attempt 2 has taken" in said
+    assert digest == digest_of_checkpoint(newest) == verify_generation(newest).state_digest
+    assert read_generation(newest).attempt["number"] == 2
+
+
+# Other people's files.
+
+class Evil:
+    "Would create a file when it is unpickled."
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_pickle_is_described_and_never_run(tmp_path, protocol):
+    found = read_inert(pickle.dumps({"a": [1, (2.5, "x", b"y", None, True)], "b": Evil(tmp_path / "made")},
+                                    protocol=protocol))
+    assert found["a"] == [1, (2.5, "x", b"y", None, True)] or protocol == 2
+    assert isinstance(found["b"], Inert) and found["b"].name.endswith("open")
+    assert not (tmp_path / "made").exists()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_description_or_an_error(data):
+    with suppress(CheckpointError):
+        read_inert(data)
+
+
+def test_a_torch_save_file_that_would_run_code_is_refused(tmp_path):
+    torch.save({"model": Evil(tmp_path / "made")}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match="only running code could read"):
+        import_checkpoint(tmp_path / "evil.pt", tmp_path / "out.safetensors")
+    assert not (tmp_path / "made").exists() and not (tmp_path / "out.safetensors").exists()
