@@ -26,7 +26,7 @@ from fault_tolerant_transformer_lab.training import deterministic
 SHARDS = 4
 CONFIG = load_config(shipped_config("smoke")).replace(
     d_model=192, n_heads=4, n_layers=4, block_size=32, batch_size=1, grad_accumulation=SHARDS)
-REPEATS = 5
+REPEATS = 12
 
 
 def timed(action) -> float:
