@@ -381,11 +381,13 @@ class Ledger(WrittenWatch):
 # %% ../nbs/05b_ledger.ipynb #cell-049
 def duration(
     seconds: float,  # finite; its sign is kept
-) -> str:  # such as "37 ms", "4.2 s", "12 min 05 s", "3 h 07 min", "54 d 02 h"
+) -> str:  # such as "12 us", "37 ms", "4.2 s", "12 min 05 s", "3 h 07 min", "54 d 02 h"
     "Write a length of time with the unit that fits it."
     size, sign = abs(seconds), "-" if seconds < 0 else ""
+    if size < 1e-6:
+        return "under 1 us" if size else "0 s"
     if size < 0.9995:
-        return f"{sign}{size * 1000:.3g} ms" if size else "0 s"
+        return f"{sign}{size * 1e6:.3g} us" if size < 0.9995e-3 else f"{sign}{size * 1000:.3g} ms"
     if size < 99.95:
         return f"{sign}{size:.1f} s"
     for unit, smaller, factor, parts in (("min", "s", 1, 60), ("h", "min", 60, 60), ("d", "h", 3600, 24)):

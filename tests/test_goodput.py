@@ -23,6 +23,7 @@ from fault_tolerant_transformer_lab.goodput import (
     expected_shares,
     period_of,
     plan,
+    plan_from,
     plan_of_account,
     renewal_goodput,
     simulate,
@@ -39,7 +40,7 @@ from fault_tolerant_transformer_lab.interval import (
     optimal_interval,
     step_seconds_of,
 )
-from fault_tolerant_transformer_lab.ledger import PHASES, Account, Attempt
+from fault_tolerant_transformer_lab.ledger import PHASES, Account, Attempt, Ledger
 
 SECONDS = st.floats(0, 1e4)
 POSITIVE = st.floats(0.01, 1e6)
@@ -164,6 +165,7 @@ def test_the_sum_over_saves_is_the_formula_where_there_is_no_memory(costs, mtbf,
                  restart=st.floats(0, 50), restore=st.floats(0, 50)),
        st.floats(50, 2_000), st.floats(20, 1_000))
 def test_simulation_and_formula_agree_for_any_numbers(costs, mtbf, interval):
+    assume(period_of(costs, interval) + costs.commit_delay + costs.recovery < 3 * mtbf)  # saves that hundreds live to
     run = simulate(costs, FailureLaw(mtbf), interval, n=3_000, seed=11)
     expected = expected_shares(costs, mtbf, interval)
     for name in PHASES:  # 1.5 times the 99.9 % interval: hundreds of comparisons must not fail by chance
@@ -308,6 +310,7 @@ def test_any_plan_can_be_written_and_is_whole(costs, mtbf, step, interval):
     assert plain["goodput"] <= plain["best_goodput"] * (1 + 1e-6) + (0.02 if step else 1e-9)
     assert made.steps is None if step is None else made.steps >= 1 and made.interval == made.steps * step
     text = describe_plan(made)
+    assert " -0" not in text and "e-" not in text
     assert text.startswith("save every ") and all(name in text for name in PHASES) and "nan" not in text
     assert made.tolerable[0] <= max(made.optimal, step or 1e-6 * mtbf) <= made.tolerable[1] * (1 + 1e-9)
 
@@ -361,6 +364,35 @@ def test_a_stop_for_the_night_is_no_recovery():
     assert estimated_mtbf(account, prior=1_000.0) == (1_000 + 340) / 3
     made = plan_of_account(account, prior_mtbf=1_000.0)
     assert made.costs == costs and made.mtbf == 1_340 / 3 and made.steps == round(made.optimal / (305 / 155))
+
+
+def test_a_plan_from_whatever_is_known(tmp_path):
+    clock = iter(range(10**6)).__next__  # a second passes with every look at it
+    with Ledger(tmp_path / "ledger.jsonl", clock=lambda: float(clock()), calendar=lambda: float(clock())) as ledger:
+        ledger.open(0)
+        for step in (1, 2, 3):
+            with ledger.step(step):
+                pass
+        account = ledger.account()
+        with pytest.raises(PlanError, match="at least one save, got none"):
+            plan_from(tmp_path, mtbf=100.0)
+        early = plan_from(tmp_path, given={"stall": 2.0}, mtbf=100.0)  # not saved yet: the stall was given
+        assert early.costs == Costs(stall=2.0)
+        assert early.steps == max(1, round(early.optimal / step_seconds_of(account)))
+        with ledger.phase("stalled"):
+            pass
+    own = plan_from(tmp_path)
+    assert own.costs.stall > 0 and own == plan_from(tmp_path / "ledger.jsonl")
+    assert plan_from(tmp_path, given={"restart": 77.0}).costs == replace(own.costs, restart=77.0)
+    assert plan_from(tmp_path, mtbf=500.0).mtbf == plan_from(tmp_path, accelerators=2, accelerator_mtbf=1e3).mtbf == 500
+    assert plan_from(tmp_path, sharded=SHARDED).costs == SHARDED.costs()
+    assert plan_from(given={"stall": 3.0}, mtbf=60.0) == plan(Costs(stall=3.0), 60.0)
+    for wrong, message in ((dict(path=tmp_path / "no", mtbf=1.0), "^no: expected a run's folder"),
+                           (dict(mtbf=1.0), "^stall: expected"), (dict(given={"stall": 1}), "^mtbf: expected"),
+                           (dict(given={"stall": 1}, accelerators=0), "^accelerators: expected"),
+                           (dict(given={"stall": 1}, accelerators=1, accelerator_mtbf=0.0), "^accelerator_mtbf: exp")):
+        with pytest.raises(PlanError, match=message):
+            plan_from(**wrong)
 
 
 @given(st.integers(0, 50), st.floats(0, 1e7))

@@ -288,7 +288,7 @@ def test_killed_from_outside_at_any_moment_it_adds_up(tmp_path):
 def test_the_empty_account_and_the_words_for_durations():
     assert describe_account(Account(())) == "ledger: nothing was written down yet"
     assert [duration(x) for x in (0.00012, 59.0, 90 * 60, 48 * 3600, 86_400 * 400)] == [
-        "0.12 ms", "59.0 s", "1 h 30 min", "2 d 00 h", "400 d 00 h"]
+        "120 us", "59.0 s", "1 h 30 min", "2 d 00 h", "400 d 00 h"]
 
 
 @given(st.floats(0, 1e10))
