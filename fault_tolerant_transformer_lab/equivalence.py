@@ -62,7 +62,7 @@ from fault_tolerant_transformer_lab.suspects import (
     parted,
     participant_of,
 )
-from .training import BOUNDARIES, Interrupted, TrainingRun, train
+from .training import BOUNDARIES, Interrupted, train
 
 # %% ../nbs/07_equivalence.ipynb #cell-013
 @runtime_checkable
@@ -656,45 +656,17 @@ class TrainingDriver:
         "Call `train` as a user would, in a process in which the witness sees each step."
         clean = attempt.stop is not None and attempt.stop.how == "clean"
 
-        def on_boundary(name: str, step: int) -> None:  # name, step: as in `train`
-            "Pass a boundary on; a completed step is noted first."
-            if name == "after_update" and witness.contract is not None:
-                progress = witness.contract.participants["progress"]
-                assert isinstance(progress, Progress)
-                witness.completed(step, float(progress.losses[-1]))
-            witness.boundary(name, step)
-
-        with _watched_training(witness), _dropping(attempt.drop), _restores_watched(witness):
+        with _dropping(attempt.drop), _restores_watched(witness):
             try:
                 train(self.config, attempt.directory, resume="auto", progress_bar=False,
                       stop_after_step=attempt.stop.step if clean and attempt.stop else None,
-                      on_boundary=on_boundary, disk=WatchedDisk(witness))
+                      on_boundary=witness.boundary, observer=witness, disk=WatchedDisk(witness))
             except Interrupted as stopped:
                 if attempt.stop is None or attempt.stop.how != "sigterm":
                     raise
                 witness.trace.write("stopped", signal=stopped.signal)
 
 # %% ../nbs/07_equivalence.ipynb #cell-052
-@contextmanager
-def _watched_training(
-    witness: Witness,  # sees the contract of every run that advances
-) -> Iterator[None]:
-    "Show a witness each step of `TrainingRun`, from inside `train`, which hands its run to nobody."
-    original = TrainingRun.advance
-
-    def advance(run: TrainingRun) -> float:  # run: about to do a step
-        "Introduce the run to the witness, then advance it."
-        if witness.contract is None:
-            witness.started(run.contract, run.progress.step, run)
-        return original(run)
-
-    setattr(TrainingRun, "advance", advance)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(TrainingRun, "advance", original)  # noqa: B010
-
-
 @contextmanager
 def _dropping(
     names: Sequence[str],  # participants; none changes nothing

@@ -48,7 +48,12 @@ def junit_report(
     suite = ElementTree.Element("testsuite", name=name)
     counts = {"failure": 0, "error": 0}
 
-    def case(label: str, kind: str = "", message: str = "", body: str = "") -> None:
+    def case(
+        label: str,  # its name
+        kind: str = "",  # "failure" or "error"; empty for one that passed
+        message: str = "",  # in one line
+        body: str = "",  # all that is known
+    ) -> None:
         "Add a test case."
         element = ElementTree.SubElement(suite, "testcase", classname=name, name=_printable(label))
         if kind:
@@ -156,7 +161,7 @@ svg { display:block; width:100% } .bar { height:.9rem; background:var(--tint) }
 polyline { fill:none; vector-effect:non-scaling-stroke; stroke:var(--same); stroke-width:1.5 }
 polyline.direct { stroke:var(--ink); stroke-width:4; opacity:.35 } polyline.bad { stroke:var(--bad) }
 line { vector-effect:non-scaling-stroke } .axis { display:flex; justify-content:space-between }
-table { border-collapse:collapse; width:100%; font-size:.875rem }
+table { border-collapse:collapse; width:100%; font-size:.875rem; overflow-wrap:break-word }
 th, td { text-align:left; padding:.3rem .5rem .3rem 0; border-bottom:1px solid var(--line); vertical-align:top }
 pre, code { font:.8125rem/1.5 ui-monospace, monospace }
 pre { background:var(--tint); padding:.7rem; white-space:pre-wrap }
@@ -276,5 +281,6 @@ def _settings(proof: Proof) -> list[tuple[str, str]]:
     names = ("torch", "python", "architecture", "threads", "cpu_capability", "devices")
     told = [("machine", ", ".join(f"{name} {environment[name]}" for name in names if name in environment)),
             ("processes", f"{facts.get('processes', '')}; {facts.get('attempts', '')} attempts"),
-            ("cost", ", ".join(f"{name} {value:g}" for name, value in cost.items()) + " (in runs)" if cost else "")]
+            ("cost", f"{cost['proof']:.4g} runs, of at most {cost['bound']:.4g}; {cost['all']:.4g} with what was left "
+                     "out and measured" if cost else "")]
     return [(name, value) for name, value in told if value]
