@@ -25,6 +25,7 @@ from fault_tolerant_transformer_lab.contract import (
     Contract,
     ContractError,
     NamedGenerator,
+    Progress,
     format_path,
     state_tree,
     walk,
@@ -45,7 +46,7 @@ def leaf_text(
 
 # %% ../nbs/06a_observation.ipynb #cell-011
 _LEAVES = (bool, int, float)
-_OPAQUE = (str, bytes, bytearray, type, types.ModuleType, types.BuiltinFunctionType, Contract)
+_OPAQUE = (str, bytes, bytearray, type, types.ModuleType, types.BuiltinFunctionType, Contract, Progress)
 _ENTERED = (nn.Module, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.utils.data.Dataset)
 _MODULE_FIELDS = frozenset(vars(nn.Module())) | {"training"}
 _MOST_OBJECTS = 50_000  # a walk ends here: what lies further is not looked at

@@ -1,0 +1,107 @@
+"""What a diagnosis says of a difference, and of a run that does not repeat itself."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fault_tolerant_transformer_lab.diagnosis import (
+    Diagnosis,
+    diagnosis_of,
+    first_that_differs,
+    locate_operation,
+    of_divergence,
+)
+from fault_tolerant_transformer_lab.equivalence import ExampleRun, example_run, prove_restart, run_from
+from fault_tolerant_transformer_lab.suspects import OUTSIDE
+
+quick = functools.partial(prove_restart, in_process=True, resumes=1, knock_out=False, progress_bar=False)
+
+
+@pytest.mark.parametrize(("fault", "suspect", "same"), [  # what both runs had alike at the step where they part
+    ("generator lost", "generator torch_cpu", {"rates", "batches"}),
+    ("optimizer left out", "optimizer", {"rates", "batches", "losses"}),
+    ("learning rate off by one", "learning rate", {"batches", "losses"}),
+    ("batch repeated", "data position", {"rates"}),
+])
+def test_four_bugs_that_end_alike_are_told_apart(fault: str, suspect: str, same: set) -> None:
+    found = diagnosis_of(quick(functools.partial(example_run, fault=fault), steps=6, interrupt_at=[3]))
+    assert found is not None and (found.step, found.tensor, found.participant) == (4, "model.0.weight", "model")
+    assert found.suspects[0].name == suspect
+    pairs = {"rates": found.learning_rates, "batches": found.batches, "losses": found.losses}
+    assert {name for name, pair in pairs.items() if pair is not None and pair[0] == pair[1]} == same
+    assert found.share and found.max_abs and found.max_ulp and "model.0.weight" in found.differing
+    assert json.loads(json.dumps(found.to_plain()))["suspects"][0]["name"] == suspect
+
+
+def test_a_sound_run_has_nothing_to_diagnose_and_an_unsteady_one_has() -> None:
+    assert diagnosis_of(quick(example_run, steps=3, interrupt_at=[1])) is None
+    found = diagnosis_of(quick(functools.partial(example_run, fault="not deterministic"), steps=4, interrupt_at=[1]))
+    assert found is not None and found.step == 3
+
+
+def test_only_last_bits_are_laid_on_the_machine() -> None:
+    divergence = next(row.divergence for row in quick(functools.partial(example_run, fault="counter left out"), steps=4,
+                                                      interrupt_at=[2]).rows if row.divergence)
+    assert of_divergence(divergence).suspects[0].name == OUTSIDE  # far apart: something was lost
+    near = replace(divergence, max_ulp=2)
+    assert [suspect.name for suspect in of_divergence(near).suspects[:2]] == ["environment", OUTSIDE]
+    assert of_divergence(replace(near, suspect="optimizer")).suspects[0].name != "environment"
+
+
+def test_losses_that_look_alike_are_written_with_the_digits_that_tell_them_apart() -> None:
+    text = str(Diagnosis(1, "w", losses=(0.1, 0.1 + 1e-12), learning_rates=((0.1, 0.1), (0.1, 0.2))))
+    assert "loss: 0.10000000000000001, recovered 0.10000000000100001" in text
+    assert "learning rate: 0.1, recovered 0.1, 0.2" in text
+
+
+def test_bisection_asks_seldom() -> None:
+    asked: list[int] = []
+
+    def differs(step: int) -> bool:
+        asked.append(step)
+        return step >= 37
+
+    assert first_that_differs(range(1, 65), differs) == 37 and len(asked) <= 7
+    assert first_that_differs([], differs) is None and first_that_differs([1, 2], lambda step: True) == 1
+
+
+class Unsteady(ExampleRun):
+    "Multiplies its gradients by a number that torch was not asked to repeat, in the backward pass."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.Generator()
+        self.source.seed()
+        self.model[3].weight.register_hook(lambda gradient: gradient * torch.rand((), generator=self.source))
+
+
+def test_the_operation_that_gives_other_numbers_is_named_in_the_backward_pass_too() -> None:
+    located = locate_operation(lambda directory: Unsteady(), step=1)
+    assert located is not None and located.operation.startswith("aten.rand")
+    assert located.step == 1 and "called at test_diagnosis.py:" in str(located)
+    assert locate_operation(example_run, step=2) is None
+
+
+def test_a_run_made_of_a_function_is_proven_and_diagnosed() -> None:
+    def make_run(directory: Path, forget: bool = False):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return run_from(step, model=model) if forget else run_from(step, model=model, optimizer=optimizer)
+
+    quick(make_run, steps=4).raise_if_different()
+    found = diagnosis_of(quick(functools.partial(make_run, forget=True), steps=4, interrupt_at=[2]))
+    assert found is not None and found.suspects[0].name == "optimizer" and found.step == 3
+    assert found.batches is not None and found.batches[0] == found.batches[1]
