@@ -102,9 +102,10 @@ def lane_of(
     parted = min(row.differing, default=math.inf)
     if row.divergence is not None:
         parted = min(parted, row.divergence.step)
+    within = 0.0 if row.divergence is not None and row.divergence.restoring else 1.0  # it parted within that step
     bars: list[tuple[float, float, bool]] = []
     for start, end in row.segments:
-        middle = min(max(float(start), parted - (0.0 if parted == start else 1.0)), float(end))
+        middle = min(max(float(start), parted - within), float(end))
         bars += [(start, middle - start, False)] if middle > start else []
         bars += [(middle, end - middle, True)] if end > middle else []
     stops = tuple(float(end) for _, end in row.segments[:-1])
