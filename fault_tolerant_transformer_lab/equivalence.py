@@ -1535,9 +1535,17 @@ class Prover:
     ) -> _Path:  # that returns a `Row`
         "Follow a route and compare; a run that was compared needs no disk and no memory any more."
         trail = yield from self.follow(route, direct)
-        row = _compare(direct, trail, self.steps)
+        row = self.judge(direct, trail)
         self._clear(trail)
         return row
+
+    def judge(
+        self,
+        direct: Trail,  # uninterrupted
+        trail: Trail,  # interrupted, and followed to its end
+    ) -> Row:
+        "Compare one recovered run with the uninterrupted one."
+        return _compare(direct, trail, self.steps)
 
     def knocked_out(
         self,
