@@ -83,10 +83,14 @@ def estimated_mtbf(
     *,
     prior: float = DEFAULT_PRIOR_MTBF,  # seconds between failures, believed before anything was seen
 ) -> float:  # seconds
-    "Estimate the time between failures: the prior counts as that much time, in which one failure was seen."
+    "Estimate the time between failures: the mean of the prior and of what was seen, geometric where that is worse."
     require_number("prior", prior, above=0.0, remedy="give the seconds between failures that you expect")
     under_way = math.fsum(max(0.0, attempt.at - attempt.began) for attempt in account.attempts)
-    return (prior + under_way) / (1 + account.failures)
+    n = account.failures
+    life = max(under_way, 1e-3) / max(n, 1)
+    if n == 0 or life >= prior:
+        return (prior + under_way) / (1 + n)
+    return math.exp((math.log(prior) + n * math.log(life)) / (1 + n))
 
 # %% ../nbs/05c_interval.ipynb #cell-021
 _ENOUGH_SAVES = 5  # for an attempt to believe the ones before it at once

@@ -361,9 +361,10 @@ def test_a_stop_for_the_night_is_no_recovery():
     costs = costs_of_account(account)
     assert costs == Costs(stall=2.0, restart=20.0)  # the median of 30 and 10 s
     assert account.failures == 2 and step_seconds_of(account) == 305 / 155
-    assert estimated_mtbf(account, prior=1_000.0) == (1_000 + 340) / 3
+    assert math.isclose(estimated_mtbf(account, prior=1_000.0), (1_000 * 170 * 170) ** (1 / 3))  # 340 s, two failures
+    assert estimated_mtbf(account, prior=100.0) == (100 + 340) / 3  # not worse than was believed
     made = plan_of_account(account, prior_mtbf=1_000.0)
-    assert made.costs == costs and made.mtbf == 1_340 / 3 and made.steps == round(made.optimal / (305 / 155))
+    assert made.costs == costs and made.mtbf == estimated_mtbf(account, prior=1_000.0) and made.steps == round(made.optimal / (305 / 155))
 
 
 def test_a_plan_from_whatever_is_known(tmp_path):
@@ -400,9 +401,20 @@ def test_the_estimate_moves_from_the_prior_to_what_was_seen(failures, hours):
     attempts = tuple(attempt(i + 1, 0.0, 0.0, useful=0.0) for i in range(failures))
     account = Account((*attempts, attempt(failures + 1, 0.0, hours, useful=hours)))
     estimate = estimated_mtbf(account)
-    assert math.isclose(estimate, (DEFAULT_PRIOR_MTBF + hours) / (1 + failures))
-    if failures:
+    arithmetic = (DEFAULT_PRIOR_MTBF + hours) / (1 + failures)
+    if failures == 0 or hours / failures > DEFAULT_PRIOR_MTBF:
+        assert math.isclose(estimate, arithmetic)
+    else:
+        assert 0 < estimate <= arithmetic * (1 + 1e-9) and estimate <= DEFAULT_PRIOR_MTBF
+        assert estimate >= min(DEFAULT_PRIOR_MTBF, hours / failures) * (1 - 1e-9)
+    if failures:  # one failure fewer in the same time is better
         assert estimate < estimated_mtbf(Account(account.attempts[1:]))
+
+
+def test_a_run_that_fails_every_few_seconds_is_soon_believed():
+    attempts = tuple(attempt(i + 1, 10.0 * i, 10.0 * i + 3, useful=3.0, steps=30, saves=1, stalled=0.1) for i in range(7))
+    assert estimated_mtbf(Account(attempts)) < 15  # six failures in 21 s, against a prior of one in a day
+    assert auto_interval(Account(attempts)).seconds < 2
 
 
 def run_of(n_steps, stall, step=0.1, saves=10, end="running"):
