@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -594,7 +595,10 @@ def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-060
 class Encoding:
-    """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted."""
+    """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted, or they are relocated.
+
+    Names, places and plain values are taken when it is made; the header, when it is first needed.
+    """
 
     def __init__(
         self,
@@ -610,13 +614,13 @@ class Encoding:
         self.data_bytes = sum(slot.n_bytes for slot in self.slots)
         self._memory: memoryview | None = None
         self._manifest: Manifest | None = None
-        self._header, self._places = self._draft()
 
     @property
     def n_bytes(self) -> int:
         """Size of the whole file."""
-        return len(self._header) + self.data_bytes
+        return len(self._draft[0]) + self.data_bytes
 
+    @cached_property
     def _draft(self) -> tuple[bytearray, list[int]]:
         """The header with a mark in place of each digest, and where the marks stand: what is written once."""
         mark = secrets.token_hex(32)  # no text of the state's can be equal to it
@@ -644,7 +648,7 @@ class Encoding:
         A chunk's bytes are valid until the next one is asked for; those of the data begin on a page, in the file and in
         memory. Another thread works on the next ones meanwhile; a caller that gives up closes the iterator and it ends.
         """
-        data_start = len(self._header)
+        data_start = len(self._draft[0])
         if self._memory is not None:
             digests = _Digests()
             try:
@@ -660,13 +664,13 @@ class Encoding:
 
     def _finish(self, digests: dict[str, str]) -> tuple[Manifest, bytearray]:
         """Put the digests into the header and gather the manifest that a reader will find in it."""
-        snapshot, header = self._snapshot, self._header
+        snapshot, (header, places) = self._snapshot, self._draft
         entries = {slot.name: TensorEntry(slot.name, slot.dtype, slot.shape, slot.begin, slot.begin + slot.n_bytes,
                                           digests[slot.name]) for slot in self.slots}
         state_digest = _digest_of_state(snapshot.step, snapshot.tokens_seen,
                                         decode_tree(self._plain_tree, entries.__getitem__))
         found = (state_digest, *(entry.digest for entry in entries.values()))
-        for place, digest in zip(self._places, found, strict=True):
+        for place, digest in zip(places, found, strict=True):
             header[place:place + 64] = digest.encode()
         header[_DIGEST_AT:_DIGEST_AT + 64] = _NO_DIGEST.encode()
         header[_DIGEST_AT:_DIGEST_AT + 64] = _file_digest(header).encode()
@@ -688,7 +692,9 @@ def encode(
     snapshot: Snapshot,  # what a contract captured
 ) -> Encoding:
     """Lay out a snapshot as one safetensors file, ready to be written chunk by chunk."""
-    return Encoding(snapshot)
+    encoding = Encoding(snapshot)
+    _ = encoding.n_bytes  # makes the header, and refuses one that no reader would take
+    return encoding
 
 
 def state_digest(

@@ -1303,10 +1303,10 @@ class CheckpointStore(_Background):
         _require_newest(snapshot.step, found := self.generations())
         if found and found[-1].step == snapshot.step:
             _require_same_state(found[-1], snapshot)
-        encoding = encode(snapshot)
         if wait:
-            return self._publish(snapshot.step, encoding, lambda: None, lambda: False)
+            return self._publish(snapshot.step, encode(snapshot), lambda: None, lambda: False)
         optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []
+        encoding = Encoding(snapshot)  # its header is made in the background
         return self._begin(snapshot.step, encoding, self._staging.take(encoding, optimizers))
 
     def restore(

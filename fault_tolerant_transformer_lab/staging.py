@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from .checkpoint_file import Encoding, Slot, copy_bytes
-from .contract import CheckpointError, tensor_key
+from .contract import CheckpointError
 
 # %% ../nbs/04a_staging.ipynb #cell-009
 _HEADROOM = 64 << 20  # memory grows in steps of this
@@ -95,14 +95,19 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(child)
 
 
-def _changed_by(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
-    "The keys of the tensors that a step of these optimizers changes."
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    "Where a tensor's memory begins, and how long it is: the same for all that a step changes together."
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _changed_by(optimizers: Iterable[Optimizer]) -> set[tuple[int, int]]:
+    "The places of the tensors that a step of these optimizers changes."
     found = set()
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for tensor in (*parameters, *_tensors_in(dict(optimizer.state))):
-            if not tensor.is_inference():  # those have no version counter to watch
-                found.add(tensor_key(tensor.detach()))
+            if tensor.nbytes and not tensor.is_inference():  # those have no version counter to watch
+                found.add(_place_of(tensor))
     return found
 
 # %% ../nbs/04a_staging.ipynb #cell-022
@@ -136,7 +141,7 @@ class Staged:
         self,
         memory: torch.Tensor,  # as long as the data section
         encoding: Encoding,  # whose tensors are copied; takes its bytes from the memory afterwards
-        late: set[tuple[Any, ...]],  # keys of the tensors that `copy_rest` copies
+        late: set[tuple[int, int]],  # places of the tensors that `copy_rest` copies
     ) -> None:
         self._process, self._copier = os.getpid(), _Copier(memory)
         self._copied, self._lock, self._released = Event(), Lock(), False
@@ -145,7 +150,7 @@ class Staged:
         for slot in encoding.slots:
             tensor = encoding.tensors[slot.name]
             self._copier.prepare(tensor.device)
-            if late and tensor_key(tensor) in late:
+            if late and _place_of(tensor) in late and not tensor.is_inference():
                 self._rest.append(_Watched(slot, tensor))
             else:
                 self._copier.copy(tensor, slot)
