@@ -595,7 +595,7 @@ def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-060
 class Encoding:
-    """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted, or they are relocated.
+    """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted, or `relocate` called.
 
     Names, places and plain values are taken when it is made; the header, when it is first needed.
     """

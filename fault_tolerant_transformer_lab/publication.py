@@ -442,7 +442,8 @@ class _EarlyStart:
         self.disk, self.fd, self.begin, self.end = disk, fd, 0, 0
         self.offered = sys.platform == "linux"
 
-    def wrote(self, offset: int, n_bytes: int) -> None:
+    def wrote(self, offset: int, n_bytes: int) -> None:  # n_bytes: written at `offset` just now
+        "Counts what was written, and starts the kernel where it is enough."
         if offset != self.end:
             self.begin = offset
         self.end = offset + n_bytes
@@ -793,7 +794,7 @@ class _Sound:
             self.note(generation.path, facts)
         return True
 
-    def note(self, path: Path, facts: tuple[int, ...] | None) -> None:
+    def note(self, path: Path, facts: tuple[int, ...] | None) -> None:  # facts: of the file at `path`; None: it is gone
         "Remembers a file, as it is on the disk; those that are gone are forgotten."
         self._facts = {known: kept for known, kept in self._facts.items() if known.exists()}
         if facts is not None:
