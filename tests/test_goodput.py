@@ -364,7 +364,8 @@ def test_a_stop_for_the_night_is_no_recovery():
     assert math.isclose(estimated_mtbf(account, prior=1_000.0), (1_000 * 170 * 170) ** (1 / 3))  # 340 s, two failures
     assert estimated_mtbf(account, prior=100.0) == (100 + 340) / 3  # not worse than was believed
     made = plan_of_account(account, prior_mtbf=1_000.0)
-    assert made.costs == costs and made.mtbf == estimated_mtbf(account, prior=1_000.0) and made.steps == round(made.optimal / (305 / 155))
+    assert made.costs == costs and made.mtbf == estimated_mtbf(account, prior=1_000.0)
+    assert made.steps == round(made.optimal / (305 / 155))
 
 
 def test_a_plan_from_whatever_is_known(tmp_path):
@@ -412,7 +413,8 @@ def test_the_estimate_moves_from_the_prior_to_what_was_seen(failures, hours):
 
 
 def test_a_run_that_fails_every_few_seconds_is_soon_believed():
-    attempts = tuple(attempt(i + 1, 10.0 * i, 10.0 * i + 3, useful=3.0, steps=30, saves=1, stalled=0.1) for i in range(7))
+    attempts = tuple(attempt(i + 1, 10.0 * i, 10.0 * i + 3, useful=3.0, steps=30, saves=1, stalled=0.1)
+                     for i in range(7))
     assert estimated_mtbf(Account(attempts)) < 15  # six failures in 21 s, against a prior of one in a day
     assert auto_interval(Account(attempts)).seconds < 2
 
