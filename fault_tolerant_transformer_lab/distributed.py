@@ -62,6 +62,7 @@ from fault_tolerant_transformer_lab.training import (
     known_row,
     learning_rate_at,
     make_optimizer,
+    moved,
     no_boundary,
     token_loss,
     tokens_per_step,
@@ -73,9 +74,14 @@ class Ranks:
     "Where this process stands among its peers."
     rank: int  # of this process, from 0
     size: int  # processes in the group, the world size
-    backend: str = "gloo"  # what carries the collectives
+    backend: str = "gloo"  # what carries the gradients
     attempt: int = 0  # how often the launcher has restarted the job
     store: Any = None  # the attempt's key-value store; None where nobody needs it
+
+    @property
+    def device(self) -> torch.device:
+        "Where this rank computes."
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     @property
     def is_first(self) -> bool:
@@ -99,9 +105,13 @@ def process_group(
             raise ContractError(f"expected the environment of torchrun, {', '.join(missing)} is not set; start the "
                                 "command with torchrun --standalone --nproc-per-node N -m ..., or use --nproc N")
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= size else "gloo")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     own = dist.PrefixStore(f"attempt-{attempt}", store)  # a restarted rank must not meet the keys of a dead one
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # what is not trained travels by gloo in any case
+    dist.init_process_group(both, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(rank, size, backend, attempt, own)
     finally:
@@ -531,7 +541,7 @@ class RankRun:
         self._require_parts()
         splits = open_data(config)
         RandomGenerators().seed(config.seed)  # the same weights on every rank
-        self.model = Transformer.from_config(config).train()
+        self.model = Transformer.from_config(config).train().to(ranks.device)
         self.batches = RankBatches(splits.train, block_size=config.block_size, batch_size=config.batch_size,
                                    seed=config.seed, grad_accumulation=config.grad_accumulation)
         self.wrapped = self._wrap(options)
@@ -577,7 +587,7 @@ class RankRun:
         losses = []
         for number, batch in enumerate(micro_batches, start=1):
             with self._synchronising(number == len(micro_batches)):
-                loss = token_loss(self.wrapped, batch, self.config.precision)
+                loss = token_loss(self.wrapped, moved(batch, self.ranks.device), self.config.precision)
                 (loss / len(micro_batches)).backward()
             losses.append(loss.item())
         return losses
@@ -633,7 +643,7 @@ def settle_buckets(
     with generators_undisturbed():
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
         micro_batches = run.batches.part(0, run.part)[:1]
-        token_loss(model, micro_batches[0], run.config.precision).backward()
+        token_loss(model, moved(micro_batches[0], run.ranks.device), run.config.precision).backward()
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, value in before:
@@ -651,7 +661,7 @@ def bucket_fault(
         for _ in range(2):
             RandomGenerators().load_state_dict(before)
             run.wrapped.zero_grad(set_to_none=True)
-            token_loss(run.wrapped, micro_batches[0], run.config.precision).backward()
+            token_loss(run.wrapped, moved(micro_batches[0], run.ranks.device), run.config.precision).backward()
             found.append({name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None})
     run.wrapped.zero_grad(set_to_none=True)
     other = [name for name, gradient in found[0].items() if not gradient.equal(found[1][name])]

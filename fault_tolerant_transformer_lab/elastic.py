@@ -17,7 +17,7 @@ from .config import ConfigError
 from .contract import ContractError, RandomGenerators
 from .data import Batch, keyed_bytes
 from .distributed import RankRun, Ranks, part_of
-from .training import token_loss
+from .training import moved, token_loss
 
 # %% ../nbs/11b_elastic.ipynb #cell-009
 def sum_in_order(
@@ -92,7 +92,7 @@ class ElasticRun(RankRun):
             key = keyed_bytes(8, "randomness of a logical shard", self.config.seed, self.progress.step, shard)
             RandomGenerators().seed(int.from_bytes(key, "little") >> 1)
             self.model.zero_grad(set_to_none=True)
-            loss = token_loss(self.model, batch, self.config.precision)
+            loss = token_loss(self.model, moved(batch, self.ranks.device), self.config.precision)
             (loss / n).backward()
             rows.append(torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
                                    for p in parameters]))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -316,6 +317,9 @@ def launch(
             raise TrainingError(f"rank {rank} of {n} was the first to fail: {ended_how(failure.exitcode)}; the other "
                                 "ranks were stopped. Start the same command again to go on from the last checkpoint"
                                 ) from None
+        except SignalException as error:
+            raise TrainingError(f"{error.sigval.name}: the ranks were asked to stop, and save what they have "
+                                "completed. Start the same command again to go on") from None
 
 
 @contextmanager

@@ -8,7 +8,8 @@ __all__ = ['SCHEMA_VERSION', 'INDEX', 'MAX_INDEX_BYTES', 'TOLD_BY', 'is_per_rank
            'ShardReader', 'PlannedTensor', 'SlicedTensor', 'box_of', 'FencedError', 'Attempt', 'read_attempt',
            'new_attempt', 'sharded_name', 'sharded_step_of', 'ShardDisk', 'remove_tree', 'ShardWriter', 'RankRestored',
            'agree', 'publication_lock', 'retain', 'RankStore', 'saved_for', 'open_whole', 'publish_one_file',
-           'export_checkpoint', 'Inert', 'read_inert', 'read_dcp_folder', 'read_torch_save', 'import_checkpoint']
+           'export_checkpoint', 'open_any', 'diff_states', 'Inert', 'read_inert', 'read_dcp_folder', 'read_torch_save',
+           'import_checkpoint']
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-003
 import dataclasses
@@ -55,15 +56,17 @@ from torch.futures import Future
 from fault_tolerant_transformer_lab.checkpoint_file import (
     DTYPES,
     CheckpointCorruptError,
+    Difference,
     UnknownSchemaError,
     byte_view,
+    compare_tensors,
     decode_tree,
     encode,
     encode_tree,
     open_checkpoint,
     read_manifest,
 )
-from .config import canonical_json
+from .config import ABSENT, canonical_json
 from fault_tolerant_transformer_lab.contract import (
     CheckpointError,
     Contract,
@@ -75,6 +78,7 @@ from fault_tolerant_transformer_lab.contract import (
     Snapshot,
     State,
     TreePath,
+    format_path,
     map_tensors,
     state_tree,
     tensor_key,
@@ -1399,7 +1403,53 @@ def export_checkpoint(
         values = {f.name: getattr(saved, f.name) for f in dataclasses.fields(Snapshot)}
         return publish_one_file(Snapshot(**values | {"tree": tree}), path)
 
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-050
+@contextmanager
+def open_any(
+    path: Path | str,  # a generation's directory, or a one-file checkpoint
+) -> Iterator[SavedState]:
+    "Verify every byte of a checkpoint of either kind, then give its undivided state."
+    with open_whole(path) if Path(path).is_dir() else open_checkpoint(path) as saved:
+        yield saved
+
+
+def diff_states(
+    path_a: Path | str,  # a checkpoint of either kind
+    path_b: Path | str,  # another
+) -> list[Difference]:  # empty means that every value and every tensor is bitwise equal
+    "List where two checkpoints' undivided states differ; generators of a sharded one stand under `ranks`."
+    found = []
+    with open_any(path_a) as a, open_any(path_b) as b:
+        leaves_a, leaves_b = (dict(walk({"step": s.step, "tokens_seen": s.tokens_seen} | s.tree)) for s in (a, b))
+        for path in [*leaves_a, *(path for path in leaves_b if path not in leaves_a)]:
+            sides = [leaves.get(path, ABSENT) for leaves in (leaves_a, leaves_b)]
+            if difference := _difference(format_path(path), *sides):
+                found.append(difference)
+    return found
+
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-051
+def _difference(where: str, a: Any, b: Any) -> Difference | None:
+    "How two leaves differ; None where they do not."
+    if a is ABSENT or b is ABSENT:
+        return Difference(where, "only in a" if b is ABSENT else "only in b", *(None if x is ABSENT else _text(x)
+                                                                                for x in (a, b)))
+    if not (hasattr(a, "load_into") and hasattr(b, "load_into")):
+        same = type(a) is type(b) and repr(a) == repr(b)
+        return None if same else Difference(where, "value" if type(a) is type(b) else "type", _text(a), _text(b))
+    if a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+        return Difference(where, "dtype" if a.dtype != b.dtype else "shape", _text(a), _text(b))
+    left, right = a.load(), b.load()
+    if left.equal(right) and byte_view(left) == byte_view(right):
+        return None
+    n, apart, ulp = compare_tensors(left, right)
+    return Difference(where, "value", max_abs=apart, max_ulp=ulp, share=n / left.numel()) if n else None
+
+
+def _text(leaf: Any) -> Any:
+    "A leaf as a `Difference` holds it."
+    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if hasattr(leaf, "load_into") else leaf
+
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-056
 @dataclass(eq=False)
 class Inert:
     "What a pickle would have made by calling something: the name, the arguments, the state, and no call."
@@ -1425,7 +1475,7 @@ def read_inert(
                               "program that wrote it") from error
     raise CheckpointError("expected a pickle, found one that does not end: copy the file again")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-052
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-057
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LITERALS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE",
                        "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"})
@@ -1482,7 +1532,7 @@ def _describe(name: str, argument: Any, stack: list[Any]) -> None:
     else:
         raise ValueError(f"opcode {name}")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-053
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-058
 def read_dcp_folder(
     folder: Path | str,  # written by `torch.distributed.checkpoint`
 ) -> State:  # nested as it was saved
@@ -1540,7 +1590,7 @@ def import_checkpoint(
     tree = {participant: state_tree(state, (participant,))}
     return publish_one_file(Snapshot(0, None, tree, {"imported": source.name}, {"imported": source.name}, {}, ()), path)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-054
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-059
 def _size(value: Any) -> tuple[int, ...] | None:
     "A described torch.Size as a tuple."
     return None if value is None else tuple(value.args[0] if value.args else ())

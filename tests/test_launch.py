@@ -1,0 +1,131 @@
+"""Whole runs of several ranks: wishes, the first cause, requests to stop, saves in the background, torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fault_tolerant_transformer_lab.config import ConfigError, load_config, shipped_config
+from fault_tolerant_transformer_lab.contract import CheckpointError
+from fault_tolerant_transformer_lab.distributed import RankFailure, Ranks, run_ranks
+from fault_tolerant_transformer_lab.launch import (
+    LOST_A_PEER,
+    Place,
+    build_run,
+    digest_of_checkpoint,
+    launch,
+    lost_a_peer,
+    operations_of,
+    places_of,
+    prove_distributed,
+    train_rank,
+)
+from fault_tolerant_transformer_lab.sharded import TOLD_BY, read_generation
+
+TINY = load_config(shipped_config("smoke")).replace(
+    grad_accumulation=2, batch_size=1, n_layers=1, d_model=8, n_heads=1, steps=4, checkpoint_every=2)
+
+
+def result_of(folder, **options):
+    "A function for `run_ranks`: train, give what the result says."
+    def _run(ranks):
+        result = train_rank(options.pop("config", TINY), folder, ranks, **options)
+        return [result.steps, result.resumed_from, result.state_digest, list(result.notes)]
+    return _run
+
+
+def test_wishes_about_resuming_are_held_against_what_is_there(tmp_path):
+    with pytest.raises(RankFailure, match="NoCheckpointError.*resume='auto' to begin at step 0"):
+        run_ranks(result_of(tmp_path / "a", resume="must"), 1)
+    run_ranks(result_of(tmp_path / "a", parallel="fsdp"), 2)
+    with pytest.raises(RankFailure, match="expected no checkpoints with resume='never', found 2"):
+        run_ranks(result_of(tmp_path / "a", parallel="fsdp", resume="never"), 2)
+    back = run_ranks(result_of(tmp_path / "a", parallel="fsdp", resume_from=2), 2)
+    assert [rank[:2] for rank in back] == [[4, 2]] * 2
+    assert "step-00000004.rewound" in os.listdir(tmp_path / "a" / "checkpoints")
+
+
+def test_another_world_is_refused_by_name_and_goes_on_where_it_is_accepted(tmp_path):
+    config = TINY.replace(dropout=0.1)
+    run_ranks(result_of(tmp_path / "a", config=config, parallel="fsdp", stop_after_step=2), 2)
+    with pytest.raises(RankFailure, match="EnvironmentMismatchError.*world_size: checkpoint 2, here 1"):
+        run_ranks(result_of(tmp_path / "a", config=config, parallel="fsdp"), 1)
+    accepted = {"allow_environment_change": True}
+    again = result_of(tmp_path / "a", config=config, parallel="ddp", **accepted)
+    ((steps, resumed, digest, notes),) = run_ranks(again, 1)
+    assert (steps, resumed) == (4, 2) and any("rng of each rank began anew" in note for note in notes)
+    lines = (tmp_path / "a" / "metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert len(lines) == 4 and digest == digest_of_checkpoint(
+        tmp_path / "a" / "checkpoints" / "step-00000004.safetensors")
+
+
+def test_what_ranks_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match="expected ddp, fsdp or elastic, got 'tp'"):
+        build_run(TINY, Ranks(0, 1), "tp")
+    with pytest.raises(ConfigError, match="ema_decay"):
+        build_run(TINY.replace(ema_decay=0.9), Ranks(0, 1), "ddp")
+    with pytest.raises(ConfigError, match="nproc: expected 1 or more ranks, got 0"):
+        launch([], 0)
+
+
+def test_only_a_rank_with_a_cause_of_its_own_speaks():
+    told = CheckpointError("a full disk elsewhere")
+    told.add_note(f"{TOLD_BY} 0")
+    assert lost_a_peer(told) and lost_a_peer(CheckpointError("a rank was lost: ..."))
+    assert lost_a_peer(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    assert not lost_a_peer(CheckpointError("a full disk here")) and not lost_a_peer(RuntimeError("shapes differ"))
+    assert LOST_A_PEER not in (0, 1)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_save_in_the_background_that_is_killed_anywhere_is_no_other_run(parallel):
+    config = TINY.replace(checkpoint_mode="async", dropout=0.1)
+    chains = [[Place((0,), "during_write", 2, 9)], [Place((1,), "during_write", 2, 4)] if parallel == "fsdp" else
+              [Place((1,), "after_backward", 3)]]
+    cells = prove_distributed(config, parallel, 2, chains)
+    assert all(cell.equal and cell.struck for cell in cells), cells
+
+
+def test_the_places_are_all_boundaries_and_each_operation_of_each_rank():
+    operations = operations_of(TINY, "fsdp", 2, 2)
+    assert operations[0] > operations[1] >= 6
+    chains = places_of(2, step=2, operations=operations)
+    writes = [chain[0] for chain in chains if chain[0].boundary == "during_write"]
+    assert len(writes) == sum(operations) and len(chains) == len(writes) + 8 + 1 and len(chains[-1]) == 3
+
+
+PROGRAM = """
+import json, sys, time
+from fault_tolerant_transformer_lab.config import ExperimentConfig
+from fault_tolerant_transformer_lab.launch import train_distributed
+
+train_distributed(ExperimentConfig(**json.loads(sys.argv[1])), sys.argv[2], parallel="fsdp",
+                  on_boundary=lambda name, step: time.sleep(0.02))
+"""
+
+
+def test_torchrun_itself_starts_a_run_and_a_request_to_stop_saves_what_is_completed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    config = TINY.replace(steps=5000, checkpoint_every=5000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program),
+               json.dumps(config.describe()), str(tmp_path / "run")]
+    log = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as torchrun:
+        try:
+            deadline = time.monotonic() + 100
+            while not (log.exists() and len(log.read_bytes().splitlines()) >= 2):
+                assert time.monotonic() < deadline and torchrun.poll() is None
+                time.sleep(0.05)
+            torchrun.send_signal(signal.SIGTERM)
+            torchrun.communicate(timeout=60)
+        finally:
+            torchrun.kill()
+    saved = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    logged = [json.loads(line)["step"] for line in log.read_bytes().splitlines()]
+    assert read_generation(saved).step == logged[-1] and logged == list(range(1, len(logged) + 1))
