@@ -44,6 +44,7 @@ from tqdm import tqdm
 from .checkpoint_file import diff, encode, verify
 from .config import ExperimentConfig
 from fault_tolerant_transformer_lab.contract import (
+    CheckpointError,
     Contract,
     ContractError,
     Progress,
@@ -735,7 +736,7 @@ def _attempt_here(
     except Exception as error:  # whatever the run raises is a result to report, with its traceback
         last = traceback.extract_tb(error.__traceback__)[-1]
         witness.trace.write("error", type=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
-                      at=f"{Path(last.filename).name}:{last.lineno}")
+                      at=f"{Path(last.filename).name}:{last.lineno}", refused=isinstance(error, CheckpointError))
         return False
     finally:
         witness.close()
@@ -1356,7 +1357,7 @@ class Row:
     boundary: str  # where it was interrupted, all places of a chain
     stopped: str  # how: "uninterrupted", "clean stop", "SIGTERM", "SIGKILL", with ×k for a chain
     replayed: int  # completed steps done again
-    outcome: Literal["equal", "different", "lost work", "not exercised", "error"]
+    outcome: Literal["equal", "different", "lost work", "not exercised", "refused", "error"]
     divergence: Divergence | None = None
     detail: str = ""
     continued_from: int = 0  # completed steps that were restored and then built upon; 0 where nothing was
@@ -1493,7 +1494,9 @@ def _compare(direct: Trail, trail: Trail, steps: int) -> Row:
     "Compare one recovered run."
     row, seen = _row(trail, _by_step(direct)), first_divergence(direct, trail)
     if seen is None and trail.problem:
-        return replace(row, outcome="error" if trail.exercised else "not exercised", detail=trail.problem)
+        refused = any(line.get("refused") for ended in trail.attempts for line in ended.events("error"))
+        broken: Literal["refused", "error"] = "refused" if refused else "error"
+        return replace(row, outcome=broken if trail.exercised else "not exercised", detail=trail.problem)
     if seen is None and trail.lost_work:
         told = f"{trail.lost_work} published steps were started over"
         lost = Divergence(0, True, "progress", "", "", "store", told)
@@ -1668,6 +1671,10 @@ def _weigh(
     broken = [row for row in rows if row.outcome == "error"]
     if broken:
         return Verdict.ERROR, f"{len(broken)} of {len(rows)} runs did not get to their end ({broken[0].detail})"
+    refused = [row for row in rows if row.outcome == "refused"]
+    if refused:
+        return Verdict.ERROR, (f"{len(refused)} of {len(rows)} runs were refused their checkpoint, in good order "
+                               f"({refused[0].detail})")
     missed = [row for row in rows if row.outcome == "not exercised"]
     if missed:
         return Verdict.NOT_EXERCISED, f"{len(missed)} of {len(rows)} interruptions did not happen ({missed[0].detail})"

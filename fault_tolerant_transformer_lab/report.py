@@ -64,7 +64,7 @@ def junit_report(
                                                                       str(diagnosis_of(proof) or proof)]))
     for row in proof.rows:
         label = " ".join(filter(None, [row.stopped, row.boundary]))
-        kind = {"equal": "", "error": "error"}.get(row.outcome, "failure")
+        kind = {"equal": "", "error": "error", "refused": "error"}.get(row.outcome, "failure")
         body = f"{row.result}\nagain: {command_for(proof, row, make_run)}" if row.point else row.result
         case(label, *([kind, row.result, body] if kind else []))
     for one in proof.knockouts:

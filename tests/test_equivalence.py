@@ -396,6 +396,74 @@ def test_a_loss_that_never_changes_tells_of_no_fault() -> None:
     assert proof.verdict is Verdict.NOT_EXERCISED and "the loss is the same at every step" in proof.reason
 
 
+# --- What changed between the start and the resume
+
+
+class Changing(ExampleRun):
+    "Another trainer when it is made the second time: the store must refuse it, and say what is other."
+
+    def __init__(self, made: list[int], change: str) -> None:
+        super().__init__()
+        changed = len(made) > 1 and made[-1] > 2  # the two uninterrupted runs are made before
+        settings = {"learning_rate": 0.05, "batch_size": 4, "dropout": 0.2, "length": 24, "content": "a"}
+        others = {"learning_rate": 0.1, "batch_size": 6, "dropout": 0.3, "length": 30, "content": "b"}
+        if changed and change in settings:
+            settings[change] = others[change]
+        if changed and change == "architecture":
+            self.model[0] = nn.Linear(6, 9)
+        if changed and change == "threads":
+            torch.set_num_threads(torch.get_num_threads() + 1)
+        data = {name: settings.pop(name) for name in ("length", "content")}
+        self.contract = Contract(identity={"config": settings, "data": data}, **self.contract.participants)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ("learning_rate", "learning_rate: checkpoint 0.05, requested 0.1"),
+    ("batch_size", "batch_size: checkpoint 4, requested 6"), ("dropout", "dropout: checkpoint 0.2, requested 0.3"),
+    ("length", "length: checkpoint 24, requested 30"), ("content", "content: checkpoint a, requested b"),
+    ("architecture", "model.0.weight"), ("threads", "threads: checkpoint 1, here 2")])
+def test_what_changed_at_the_resume_is_refused_by_name(change: str, told: str) -> None:
+    made: list[int] = []
+
+    def make_run(directory: Path) -> Changing:
+        made.append(len(made) + 1)
+        return Changing(made, change)
+
+    proof = in_process(make_run, steps=3, interrupt_at=[2], knock_out=False, resumes=1, threads=1)
+    assert proof.verdict is Verdict.ERROR and told in proof.rows[1].detail, proof.rows[1].detail
+    assert [row.outcome for row in proof.rows] == ["equal", "refused"] and proof.rows[1].divergence is None
+    assert "1 of 1 runs were refused their checkpoint" in proof.reason
+
+
+class MakesAnIterator(ExampleRun):
+    "Makes a data loader's iterator when it is built, which draws a number from torch's global generator."
+
+    def __init__(self) -> None:
+        super().__init__()
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(self.inputs), batch_size=4, shuffle=True)
+        before = torch.get_rng_state()
+        self.waiting = iter(loader)
+        assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_generators_are_restored_after_whatever_a_run_draws_while_it_is_built() -> None:
+    in_process(lambda directory: MakesAnIterator(), steps=4, interrupt_at=[2], resumes=1).raise_if_different()
+
+
+class RestoresTooEarly(MakesAnIterator):
+    "The same mistake as a trainer makes that restores its generators, and makes its iterator afterwards."
+
+    def advance(self) -> float:
+        if self.resumed_at < 0 and self.progress.step:
+            iter(torch.utils.data.DataLoader([1, 2], shuffle=True))
+        return super().advance()
+
+
+def test_an_iterator_made_after_the_restore_is_found_by_its_generator() -> None:
+    found = first_row(in_process(lambda directory: RestoresTooEarly(), steps=4, interrupt_at=[2], resumes=1)).divergence
+    assert found is not None and (found.step, found.suspect) == (3, "generator torch_cpu")
+
+
 # --- Modes, cost, places
 
 
