@@ -164,7 +164,9 @@ def accumulate_gradients(
     model.zero_grad(set_to_none=True)
     total: Tensor | None = None
     for batch in micro_batches:
-        loss = token_loss(model, batch, precision) / len(micro_batches)
+        loss = token_loss(model, batch, precision)
+        if len(micro_batches) > 1:  # dividing by one changes no bit, and costs a kernel forward and one backward
+            loss = loss / len(micro_batches)
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     if total is None:
