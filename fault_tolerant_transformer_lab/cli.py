@@ -9,9 +9,9 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'tensor_paths', 'examined', 'latest_of', 'as_json', 'warned', 'next_command', 'summary', 'Train',
            'TrainSmoke', 'Verify', 'lineage_line', 'plain_manifest', 'settings', 'inspection', 'Inspect',
            'difference_row', 'Diff', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'counted',
-           'Prove', 'ProveScript', 'Plan', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak',
-           'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
-           'compare_tuning']
+           'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'CompareTuning', 'report_outcome',
+           'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines',
+           'execute', 'main', 'train_smoke', 'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -797,6 +797,11 @@ def tokenizer_of(
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
 # %% ../nbs/10_cli.ipynb #cell-101
+_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
+    metavar="TEXT", help_behavior_hint="(optional, may be given several times)")]]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(optional)")]
+
+
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -821,33 +826,144 @@ class Prove:
     "Stop and SIGKILL a run at every boundary, resume it, and compare it bit for bit with an uninterrupted one."
 
     config: _OptionalPath = None  # experiment file (JSON); by default pydoc-cpu.json, which the package ships
+    trainer: Annotated[str, tyro.conf.arg(name="run", metavar="MODULE:FUNCTION", help_behavior_hint="(optional)",
+                                          help="prove a trainer of your own, made by this function")] = ""
+    arguments: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(
+        name="with", metavar="NAME=VALUE", help="an argument of that function; JSON, else text",
+        help_behavior_hint="(optional, may be given several times)")] = ()
+    steps: _OptionalNumber = None  # length of each run; only with --run, which needs it
+    save_every: _OptionalNumber = None  # steps between checkpoints; only with --run, by default 1
+    mode: Literal["full", "inductive"] = "full"  # inductive: resume at every step and do --horizon more; only with --run
+    horizon: _OptionalNumber = None  # steps after each resume of the inductive mode, by default 1
+    in_process: bool = False  # clean stops in this process alone; only with --run
+    point: _Words = ()  # repeat only this run of a proof, as a report names it
     output: _OptionalPath = None  # new or empty folder that keeps the proof's runs and proof.json; by default, nothing
+    html: _OptionalPath = None  # write the report as one page to this file
+    junit: _OptionalPath = None  # write the report as JUnit XML to this file
+    certificate: _OptionalPath = None  # write a certificate to this file, for `fttl check-certificate`
+    sign: _OptionalPath = None  # sign the certificate with this Ed25519 private key (PEM)
     threads: _Whole = 1  # CPU threads of each process; what is proven for one number says nothing of another
     jobs: _OptionalNumber = None  # processes at a time; by default as many as there are cores
     json: bool = False  # print JSON in place of the table
 
     def run(self) -> Outcome:  # one table; status 1 unless every path is equal
-        "Run the proof and print one table."
+        "Run the proof, print one table, and write what was asked for."
+        self._check()
+        target = self._trainer() if self.trainer else self._config()
+        proof = self._prove(target)
+        from fault_tolerant_transformer_lab.publication import write_atomically
+
+        for path, text in self._files(proof, target):
+            write_atomically(path, text.encode())
+        if self.certificate is not None:
+            from fault_tolerant_transformer_lab.certificate import certificate, sign_certificate, write_certificate
+
+            write_certificate(certificate(proof, target), self.certificate)
+            if self.sign is not None:
+                sign_certificate(self.certificate, self.sign)
+        return proof_outcome(proof, self.json)
+
+    def _check(self) -> None:
         within("--threads", self.threads, 1, 1024)
         within("--jobs", self.jobs, 1, 1024)
+        own = {"--steps": self.steps, "--save-every": self.save_every, "--horizon": self.horizon,
+               "--with": self.arguments or None, "--in-process": self.in_process or None,
+               "--mode": None if self.mode == "full" else self.mode}
+        if self.trainer and self.config is not None:
+            raise UsageError("--run and --config: expected one of them, got both; a trainer brings its own configuration")
+        if not self.trainer and (given := [name for name, value in own.items() if value is not None]):
+            raise UsageError(f"{given[0]}: expected with --run alone, got it without; a configuration says it by itself")
+        if self.trainer and self.steps is None:
+            raise UsageError("--steps: expected with --run, got nothing; say how many steps each run makes")
+        if self.sign is not None and self.certificate is None:
+            raise UsageError("--sign: expected with --certificate, got it without; there is nothing to sign")
+        if self.certificate is not None and self.mode != "full":
+            raise UsageError("--certificate: expected with --mode full, got inductive, which does not see what shows later")
+        for flag, path in (("--html", self.html), ("--junit", self.junit), ("--certificate", self.certificate)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
+
+    def _trainer(self) -> Callable[..., Any]:
+        from fault_tolerant_transformer_lab.certificate import load_target
+
+        sys.path.insert(0, os.getcwd())  # the user's module lies where the command is typed
+        try:
+            return load_target({"function": self.trainer, "arguments": dict(map(argument_from, self.arguments))})
+        except ValueError as error:
+            raise UsageError(f"--run: {error}") from None
+
+    def _config(self) -> ExperimentConfig:
         with as_file(files("fault_tolerant_transformer_lab") / "configs" / "pydoc-cpu.json") as shipped:
             config = load_config(self.config or shipped)
         from fault_tolerant_transformer_lab.data import open_data
-        from fault_tolerant_transformer_lab.equivalence import prove_training
-        from fault_tolerant_transformer_lab.publication import write_atomically
 
         open_data(config)  # data that cannot be read are bad input, and no finding of the proof's
-        proof = prove_training(config, self.output, threads=self.threads, jobs=self.jobs)
+        return config
+
+    def _prove(self, target: "Callable[..., Any] | ExperimentConfig") -> "Proof":
+        from fault_tolerant_transformer_lab.equivalence import prove_restart, prove_training
+
+        try:
+            if isinstance(target, ExperimentConfig):
+                return prove_training(target, self.output, points=self.point, threads=self.threads, jobs=self.jobs)
+            return prove_restart(
+                target, steps=self.steps or 0, save_every=self.save_every or 1, mode=self.mode,
+                horizon=self.horizon or 1, points=self.point, in_process=self.in_process, directory=self.output,
+                threads=self.threads, jobs=self.jobs)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+
+    def _files(
+        self, proof: "Proof", target: "Callable[..., Any] | ExperimentConfig"
+    ) -> Iterator[tuple[Path, str]]:
+        make_run = None if isinstance(target, ExperimentConfig) else target
         if self.output is not None:
-            write_atomically(self.output / "proof.json", f"{proof.to_json()}\n".encode())
-        return proof_outcome(proof, self.json)
+            yield self.output / "proof.json", f"{proof.to_json()}\n"
+        if self.html is not None or self.junit is not None:
+            from fault_tolerant_transformer_lab.report import html_report, junit_report
 
-# %% ../nbs/10_cli.ipynb #cell-107
-_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
-    metavar="TEXT", help_behavior_hint="(optional, may be given several times)")]]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(optional)")]
+            if self.html is not None:
+                yield self.html, html_report(proof, self.trainer or "restart proof", make_run)
+            if self.junit is not None:
+                yield self.junit, junit_report(proof, make_run=make_run)
 
 
+def argument_from(
+    text: str,  # as typed, such as "rows=24"
+) -> tuple[str, Any]:  # the name and the value
+    "Read an argument of the command line for a function. Raises `UsageError` where it has no name."
+    name, separator, value = text.partition("=")
+    if not name.isidentifier() or not separator:
+        raise UsageError(f"--with: expected NAME=VALUE, got {text}")
+    try:
+        return name, json_format.loads(value)
+    except ValueError:
+        return name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCertificate:
+    "Do a certified proof again and compare. This imports and runs the function that the certificate names."
+
+    path: _PathArgument  # a certificate
+    public_key: _OptionalPath = None  # Ed25519 public key (PEM): check the signature beside the certificate first
+    jobs: _OptionalNumber = None  # processes at a time; by default as many as there are cores
+
+    def run(self) -> Outcome:  # what was found; status 1 unless it is confirmed
+        "Check the signature where a key is given, run the proof again, and say what is not as certified."
+        within("--jobs", self.jobs, 1, 1024)
+        from fault_tolerant_transformer_lab.certificate import check_certificate, verify_signature
+
+        signed = [] if self.public_key is None else [f"signed by key {verify_signature(self.path, self.public_key)[:16]}"]
+        sys.path.insert(0, os.getcwd())
+        try:
+            checked = check_certificate(self.path, jobs=self.jobs)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        verdict = "confirmed" if checked.confirmed else "NOT confirmed"
+        return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
+
+# %% ../nbs/10_cli.ipynb #cell-109
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -898,7 +1014,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-112
+# %% ../nbs/10_cli.ipynb #cell-114
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -922,7 +1038,7 @@ class Plan:
         made = plan(costs, self.mtbf, step_seconds=self.step_seconds, interval=self.interval)
         return Outcome(as_json(made.to_plain()) if self.json else describe_plan(made))
 
-# %% ../nbs/10_cli.ipynb #cell-115
+# %% ../nbs/10_cli.ipynb #cell-117
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -955,7 +1071,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-120
+# %% ../nbs/10_cli.ipynb #cell-122
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1000,7 +1116,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-123
+# %% ../nbs/10_cli.ipynb #cell-125
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1046,11 +1162,12 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-127
+# %% ../nbs/10_cli.ipynb #cell-129
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
     | Annotated[ProveScript, tyro.conf.subcommand("prove-script")]
+    | Annotated[CheckCertificate, tyro.conf.subcommand("check-certificate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Diff, tyro.conf.subcommand("diff")]
@@ -1060,8 +1177,8 @@ COMMANDS = (
     | Annotated[Crashtest, tyro.conf.subcommand("crashtest")]
     | Annotated[Soak, tyro.conf.subcommand("soak")]
 )
-NAMES = ("train", "prove", "prove-script", "verify", "inspect", "diff", "sample", "compare-tuning", "plan", "crashtest",
-         "soak")
+NAMES = ("train", "prove", "prove-script", "check-certificate", "verify", "inspect", "diff", "sample", "compare-tuning",
+         "plan", "crashtest", "soak")
 _DESCRIPTION = "Train a transformer that can be killed anywhere and goes on as the same run, and prove it. "\
     "Exit status: 0 done, 1 a check failed, 2 bad input, 128 + signal stopped. `fttl --version` prints the version."
 
@@ -1086,7 +1203,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-129
+# %% ../nbs/10_cli.ipynb #cell-131
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1127,7 +1244,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-131
+# %% ../nbs/10_cli.ipynb #cell-133
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
