@@ -833,7 +833,7 @@ class Prove:
         help_behavior_hint="(optional, may be given several times)")] = ()
     steps: _OptionalNumber = None  # length of each run; only with --run, which needs it
     save_every: _OptionalNumber = None  # steps between checkpoints; only with --run, by default 1
-    mode: Literal["full", "inductive"] = "full"  # inductive: resume at every step and do --horizon more; only with --run
+    mode: Literal["full", "inductive"] = "full"  # inductive: resume at each step, do --horizon more; only with --run
     horizon: _OptionalNumber = None  # steps after each resume of the inductive mode, by default 1
     in_process: bool = False  # clean stops in this process alone; only with --run
     point: _Words = ()  # repeat only this run of a proof, as a report names it
@@ -870,15 +870,15 @@ class Prove:
                "--with": self.arguments or None, "--in-process": self.in_process or None,
                "--mode": None if self.mode == "full" else self.mode}
         if self.trainer and self.config is not None:
-            raise UsageError("--run and --config: expected one of them, got both; a trainer brings its own configuration")
+            raise UsageError("--run and --config: expected one of them, got both; a trainer has its own settings")
         if not self.trainer and (given := [name for name, value in own.items() if value is not None]):
-            raise UsageError(f"{given[0]}: expected with --run alone, got it without; a configuration says it by itself")
+            raise UsageError(f"{given[0]}: expected with --run, got it without; a configuration says it by itself")
         if self.trainer and self.steps is None:
             raise UsageError("--steps: expected with --run, got nothing; say how many steps each run makes")
         if self.sign is not None and self.certificate is None:
             raise UsageError("--sign: expected with --certificate, got it without; there is nothing to sign")
         if self.certificate is not None and self.mode != "full":
-            raise UsageError("--certificate: expected with --mode full, got inductive, which does not see what shows later")
+            raise UsageError("--certificate: expected with --mode full, got inductive, which may miss what shows later")
         for flag, path in (("--html", self.html), ("--junit", self.junit), ("--certificate", self.certificate)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
@@ -954,7 +954,8 @@ class CheckCertificate:
         within("--jobs", self.jobs, 1, 1024)
         from fault_tolerant_transformer_lab.certificate import check_certificate, verify_signature
 
-        signed = [] if self.public_key is None else [f"signed by key {verify_signature(self.path, self.public_key)[:16]}"]
+        key = self.public_key
+        signed = [] if key is None else [f"signed by the holder of key {verify_signature(self.path, key)[:16]}"]
         sys.path.insert(0, os.getcwd())
         try:
             checked = check_certificate(self.path, jobs=self.jobs)
@@ -1019,23 +1020,27 @@ class ProveScript:
 class Plan:
     "Say how often to save, and what is lost between failures."
 
-    mtbf: _Number  # seconds from a restart to the next failure of the whole job
-    stall: _Number  # seconds that training stands still for a save
-    commit_delay: _Number = 0.0  # seconds from there until a save in the background is safe
-    detection: _Number = 0.0  # seconds until a failure is noticed
-    restart: _Number = 0.0  # seconds from there until the processes run
-    restore: _Number = 0.0  # seconds from there until training goes on
-    step_seconds: _OptionalFloat = None  # seconds of a step
+    path: Annotated[_OptionalPath, tyro.conf.Positional] = None  # a result of benchmarks/checkpoint_cost.py
+    mtbf: _OptionalFloat = None  # seconds from a restart to the next failure of the whole job
+    accelerators: _OptionalNumber = None  # how many, where the job's own MTBF is not known
+    stall: _OptionalFloat = None  # seconds that training stands still for a save
+    commit_delay: _OptionalFloat = None  # seconds from there until a save in the background is safe
+    detection: _OptionalFloat = None  # seconds until a failure is noticed
+    restart: _OptionalFloat = None  # seconds from there until the processes run
+    restore: _OptionalFloat = None  # seconds from there until training goes on
+    state_bytes: _OptionalFloat = None  # size of the state; scales the times of a benchmark
+    step_seconds: _OptionalFloat = None  # seconds of a step, for an answer in steps
     interval: _OptionalFloat = None  # seconds between saves to look at; by default the best
     json: bool = False  # print JSON in place of text
 
     def run(self) -> Outcome:  # the plan
         "Plan and describe it."
-        from fault_tolerant_transformer_lab.goodput import Costs, describe_plan, plan
+        from fault_tolerant_transformer_lab.goodput import describe_plan, plan_from
 
-        costs = Costs(stall=self.stall, commit_delay=self.commit_delay, detection=self.detection,
-                      restart=self.restart, restore=self.restore)
-        made = plan(costs, self.mtbf, step_seconds=self.step_seconds, interval=self.interval)
+        times = ("stall", "commit_delay", "detection", "restart", "restore")
+        given = {name: value for name in times if (value := getattr(self, name)) is not None}
+        made = plan_from(self.path, given=given, mtbf=self.mtbf, accelerators=self.accelerators,
+                         state_bytes=self.state_bytes, step_seconds=self.step_seconds, interval=self.interval)
         return Outcome(as_json(made.to_plain()) if self.json else describe_plan(made))
 
 # %% ../nbs/10_cli.ipynb #cell-117
