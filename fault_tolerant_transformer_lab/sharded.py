@@ -25,6 +25,7 @@ import stat
 import threading
 import time
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -1456,6 +1457,7 @@ class Inert:
     name: str  # module and attribute
     args: Any = None
     state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)  # what would have been put into it
 
 
 def read_inert(
@@ -1510,7 +1512,8 @@ def _follow(name: str, argument: Any, stack: list[Any], marks: list[int], memo: 
         stack.append(tuple(items))
     elif name in ("SETITEM", "SETITEMS"):
         items = _popped() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        target = stack[-1].items if isinstance(stack[-1], Inert) else stack[-1]
+        target.update(zip(items[::2], items[1::2], strict=True))
     elif name in ("APPEND", "APPENDS"):
         items = _popped() if name == "APPENDS" else [stack.pop()]
         stack[-1].extend(items)
@@ -1526,6 +1529,8 @@ def _describe(name: str, argument: Any, stack: list[Any]) -> None:
     elif name in ("REDUCE", "NEWOBJ"):
         args, called = stack.pop(), stack.pop()
         stack.append(Inert(called.name, args))
+    elif name == "BINPERSID":
+        stack.append(Inert("persistent", stack.pop()))
     elif name == "BUILD":
         state = stack.pop()
         stack[-1].state = state
@@ -1561,16 +1566,17 @@ def read_dcp_folder(
 
 
 def read_torch_save(
-    path: Path | str,  # of a file
-) -> State:
-    "Read a file of torch.save with `weights_only=True`: tensors and plain containers, or an error."
+    path: Path | str | io.BytesIO,  # of a file
+) -> State:  # its tensors on the CPU; a tensor that stood in two places is one object
+    "Read a file of torch.save without torch.load: tensors and plain containers, or an error."
+    name = Path(path).name if isinstance(path, str | Path) else "a stored item"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{Path(path).name}: expected tensors and plain values, found something that only "
-                              f"running code could read ({reason}); save model.state_dict() with the program that "
-                              "wrote it") from error
+        with zipfile.ZipFile(path) as archive:
+            member = next((entry for entry in archive.namelist() if entry.endswith("/data.pkl")), "")
+            return _Building(archive, member.removesuffix("data.pkl"), name).build(read_inert(archive.read(member)))
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise CheckpointError(f"{name}: expected a file of torch.save (of PyTorch 1.6 or later), found something else "
+                              f"({error}); save model.state_dict() again with the program that wrote it") from error
 
 
 def import_checkpoint(
@@ -1591,6 +1597,58 @@ def import_checkpoint(
     return publish_one_file(Snapshot(0, None, tree, {"imported": source.name}, {"imported": source.name}, {}, ()), path)
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-059
+_STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+             "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+             "Bool": torch.bool, "ComplexFloat": torch.complex64}
+
+
+class _Building:
+    "Builds the few things that state is made of from their descriptions: tensors, parameters, OrderedDicts."
+
+    def __init__(self, archive: zipfile.ZipFile, prefix: str, name: str) -> None:
+        self.archive, self.prefix, self.name = archive, prefix, name
+        self.tensors: dict[str, Tensor] = {}
+
+    def build(self, node: Any) -> Any:
+        "One value."
+        if isinstance(node, list | tuple):
+            return type(node)(self.build(item) for item in node)
+        if isinstance(node, dict):
+            return {key: self.build(value) for key, value in node.items()}
+        if not isinstance(node, Inert):
+            return node
+        if node.name == "collections.OrderedDict" and not node.args:
+            return OrderedDict((key, self.build(value)) for key, value in node.items.items())
+        if node.name == "torch._utils._rebuild_parameter":
+            return self.build(node.args[0])
+        if node.name == "torch._utils._rebuild_tensor_v2":
+            return self.tensors.setdefault(repr(_plain_key(node.args)), self._tensor(*node.args[:4]))
+        raise CheckpointError(f"{self.name}: expected tensors and plain values, found a {node.name}, which only running "
+                              "code could make; save model.state_dict() with the program that wrote it")
+
+    def _tensor(self, storage: Inert, offset: int, size: Any, stride: Any) -> Tensor:
+        _, kind, key, _, _ = storage.args
+        dtype = _STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage"))
+        member = f"{self.prefix}data/{key}"
+        if dtype is None or self._big_endian():
+            raise CheckpointError(f"{self.name}: {kind.name} cannot be read here; convert it to float32 and save again")
+        content = bytearray(self.archive.read(member))
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        try:
+            return flat.as_strided(tuple(size), tuple(stride), offset).clone()
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.name}: a tensor lies outside its storage ({error}); copy it again") from error
+
+    def _big_endian(self) -> bool:
+        member = f"{self.prefix}byteorder"
+        return member in self.archive.namelist() and self.archive.read(member) != b"little"
+
+
+def _plain_key(args: Sequence[Any]) -> tuple[Any, ...]:
+    "What makes two described tensors one."
+    return (args[0].args[2], args[1], tuple(args[2]), tuple(args[3]))
+
+
 def _size(value: Any) -> tuple[int, ...] | None:
     "A described torch.Size as a tuple."
     return None if value is None else tuple(value.args[0] if value.args else ())
@@ -1603,7 +1661,7 @@ def _stored(folder: Path, info: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"{folder.name}: expected the name of a file in it, found {name!r}; nothing else is read")
     with open(folder / name, "rb") as file:
         file.seek(info["offset"])
-        return torch.load(io.BytesIO(file.read(info["length"])), map_location="cpu", weights_only=True)
+        return read_torch_save(io.BytesIO(file.read(info["length"])))
 
 
 def _gathered(folder: Path, name: str, found: Mapping[str, Any], places: Mapping[Any, Any]) -> Tensor:

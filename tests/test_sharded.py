@@ -36,6 +36,7 @@ from fault_tolerant_transformer_lab.sharded import (
     read_attempt,
     read_generation,
     read_inert,
+    read_torch_save,
     verify_generation,
 )
 from fault_tolerant_transformer_lab.training import deterministic
@@ -337,6 +338,22 @@ def test_any_bytes_are_a_description_or_an_error(data):
 
 def test_a_torch_save_file_that_would_run_code_is_refused(tmp_path):
     torch.save({"model": Evil(tmp_path / "made")}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match="only running code could read"):
+    with pytest.raises(CheckpointError, match="only running code could make"):
         import_checkpoint(tmp_path / "evil.pt", tmp_path / "out.safetensors")
     assert not (tmp_path / "made").exists() and not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
+def test_what_torch_load_reads_is_read_without_it(tmp_path, dtype):
+    base = torch.randint(0, 2, (4, 6)).to(dtype)
+    module = torch.nn.Linear(3, 2)
+    state = {"model": module.state_dict(), "t": base.t(), "part": base[1:3, ::2], "tied": [base, base], "none": None,
+             "empty": torch.zeros(0, 2), "scalar": torch.tensor(3), "parameter": module.weight, "n": (1, 2.5, "x")}
+    torch.save(state, tmp_path / "a.pt")
+    found = read_torch_save(tmp_path / "a.pt")
+    expected = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert type(found["model"]) is type(expected["model"]) and list(found["model"]) == list(expected["model"])
+    for name in ("t", "part", "empty", "scalar", "parameter"):
+        assert found[name].equal(expected[name].detach()) and found[name].dtype == expected[name].dtype
+    assert found["model"]["weight"].equal(module.weight) and found["tied"][0] is found["tied"][1]
+    assert found["n"] == (1, 2.5, "x") and found["none"] is None
