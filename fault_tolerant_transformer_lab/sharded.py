@@ -1623,8 +1623,8 @@ class _Building:
             return self.build(node.args[0])
         if node.name == "torch._utils._rebuild_tensor_v2":
             return self.tensors.setdefault(repr(_plain_key(node.args)), self._tensor(*node.args[:4]))
-        raise CheckpointError(f"{self.name}: expected tensors and plain values, found a {node.name}, which only running "
-                              "code could make; save model.state_dict() with the program that wrote it")
+        raise CheckpointError(f"{self.name}: expected tensors and plain values, found a {node.name}, which only "
+                              "running code could make; save model.state_dict() with the program that wrote it")
 
     def _tensor(self, storage: Inert, offset: int, size: Any, stride: Any) -> Tensor:
         _, kind, key, _, _ = storage.args
