@@ -10,10 +10,12 @@ __all__ = ['TRACED', 'KILLS', 'STATUS', 'checkpoint_leaves', 'natural', 'Tree', 
 # %% ../nbs/07d_scripts.ipynb #cell-002
 import errno
 import fnmatch
+import io
 import json
 import math
 import multiprocessing
 import os
+import pickletools
 import random
 import re
 import shlex
@@ -59,11 +61,15 @@ def _joined(where: str, key: object) -> str:
 
 def _walk(node: Any, where: str = "") -> _Leaves:
     "Walk whatever a checkpoint may hold: containers are gone into, everything else is a leaf."
+    if where.count(".") + where.count("[") > 200:
+        raise ValueError(f"{where[:60]}…: goes deeper than 200 levels")
     if isinstance(node, Mapping):
         for key, child in node.items():
             yield from _walk(child, _joined(where, key))
         if not node:
             yield where, {}
+    elif isinstance(node, list | tuple) and len(node) > 32 and all(isinstance(item, int | float) for item in node):
+        yield where, node  # a generator's state, a sampler's order
     elif isinstance(node, list | tuple):
         for position, child in enumerate(node):
             yield from _walk(child, _joined(where, position))
@@ -122,6 +128,9 @@ def checkpoint_leaves(
 
     Raises `ValueError` for what cannot be read. Only ever called in a child process.
     """
+    if path.is_dir() and (path / ".metadata").is_file():
+        yield from _distributed_leaves(path)
+        return
     if path.is_dir():
         for file in sorted((file for file in path.rglob("*") if file.is_file()), key=lambda file: natural(str(file))):
             for where, leaf in checkpoint_leaves(file, trust):
@@ -180,15 +189,121 @@ def _torch_leaves(path: Path, trust: bool) -> _Leaves:
         with torch.serialization.safe_globals(_HARMLESS):
             yield from _walk(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds for a damaged or a refused file
+        if path.stat().st_size < _MOST_SYMBOLS and (found := _symbols_in(path)) is not None:
+            yield from _walk(found)
+            return
         told = re.search(r"(?:Unsupported|GLOBAL) (?:global|operand|class)?:?.*", str(error))
         raise ValueError(told.group(0)[:200] if told else f"{type(error).__name__}: {str(error)[:200]}") from error
 
+# %% ../nbs/07d_scripts.ipynb #cell-008
+_MOST_SYMBOLS = 1 << 28
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple, "EMPTY_SET": list}
+_MARK = object()
 
+
+def _key(value: Any) -> Any:
+    "A dict's key, or a text for what cannot be one here."
+    return value if isinstance(value, str | int | float | bool | bytes | None) else repr(value)
+
+
+def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
+    "Read a pickle's structure by its opcodes alone; `storage` gives what a persistent id stands for."
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def to_mark() -> list[Any]:
+        "Take the stack down to the last mark."
+        at = max(i for i, item in enumerate(stack) if item is _MARK)
+        items = stack[at + 1:]
+        del stack[at:]
+        return items
+
+    def put_in(items: list[Any], pairs: bool) -> None:
+        "Add items to the container, or to the object that stands for one, on top of the stack."
+        if pairs:
+            into = stack[-1].setdefault("items", {}) if "class" in stack[-1] else stack[-1]
+            into.update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+        else:
+            (stack[-1] if isinstance(stack[-1], list) else stack[-1].setdefault("items", [])).extend(items)
+
+    for op, argument, _ in pickletools.genops(pickled):
+        name = op.name
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in ("APPENDS", "ADDITEMS", "SETITEMS"):
+            items = to_mark()
+            put_in(items, name == "SETITEMS")
+        elif name in ("APPEND", "SETITEM"):
+            items = [stack.pop() for _ in range(1 + (name == "SETITEM"))][::-1]
+            put_in(items, name == "SETITEM")
+        elif name in ("TUPLE", "FROZENSET", "LIST"):
+            stack.append(tuple(to_mark()))
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            n = int(name[-1])
+            stack[-n:] = [tuple(stack[-n:])]
+        elif name == "STACK_GLOBAL":
+            stack[-2:] = [f"{stack[-2]}.{stack[-1]}"]
+        elif name in ("REDUCE", "NEWOBJ"):
+            stack[-2:] = [{"class": stack[-2], "arguments": stack[-1]}]
+        elif name == "BUILD":
+            state = stack.pop()
+            if isinstance(stack[-1], dict):
+                stack[-1]["state"] = state
+        elif name == "BINPERSID":
+            stack.append(storage(stack.pop()))
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[int(str(argument))])
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else int(str(argument))] = stack[-1]
+        elif argument is not None and name not in ("PROTO", "FRAME"):
+            stack.append(argument.replace(" ", ".") if name == "GLOBAL" else argument)
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"a pickle with {name}, which is not read")
+    return stack[-1]
+
+
+def _symbols_in(path: Path) -> Any:
+    "Read a pickle, or what `torch.save` wrote, as symbols; None where that cannot be done."
+    try:
+        if not zipfile.is_zipfile(path):
+            return _symbols(path.read_bytes(), str)
+        with zipfile.ZipFile(path) as archive:
+            inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            folder = inside.removesuffix("data.pkl")
+            return _symbols(archive.read(inside), lambda told: {
+                "dtype": told[1], "bytes": archive.read(f"{folder}data/{told[2]}")})
+    except (ValueError, KeyError, IndexError, StopIteration, AttributeError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+def _distributed_leaves(path: Path) -> _Leaves:
+    "The tensors and values of a folder that `torch.distributed.checkpoint` wrote, found by its `.metadata`."
+    about = _symbols((path / ".metadata").read_bytes(), str)
+    index = about["state"]["storage_data"] if isinstance(about, dict) else {}
+    for told, place in sorted(index.items(), key=lambda item: natural(str(item[0]))):
+        name = re.search(r"'fqn': '([^']*)'", str(told))
+        part = re.search(r"'index': (\d+)", str(told))
+        offset, length = place["state"]["offset"], place["state"]["length"]
+        with (path / place["state"]["relative_path"]).open("rb") as file:
+            file.seek(offset)
+            data = file.read(length)
+        where = (name.group(1) if name else str(told)) + (f"#{part.group(1)}" if part and part.group(1) != "0" else "")
+        try:
+            yield from _walk(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), where)
+        except Exception:  # a value of a class of its own, or bytes of another kind
+            yield where, data
+
+# %% ../nbs/07d_scripts.ipynb #cell-009
 def _read(path: Path, root: str, trust: bool) -> dict[str, Any]:
     "Read every leaf of a checkpoint; of a file in a folder that cannot be read take the bytes, and say so."
     found: dict[str, Any] = {}
     unread: dict[str, str] = {}
-    files = [path] if path.is_file() else sorted(
+    whole = path.is_file() or (path / ".metadata").is_file()
+    files = [path] if whole else sorted(
         (file for file in path.rglob("*") if file.is_file()), key=lambda file: natural(str(file)))
     for file in files:
         name = "" if file == path else f"{file.relative_to(path)}:"
@@ -196,6 +311,8 @@ def _read(path: Path, root: str, trust: bool) -> dict[str, Any]:
             found.update((name + where, leaf) for where, leaf in checkpoint_leaves(file, trust))
         except Exception as error:  # a library's own error about a damaged or a foreign file
             unread[name] = f"{type(error).__name__}: {error}"
+            if file.is_dir():
+                raise
             found[name + "(bytes)"] = file.read_bytes()
     return {"leaves": found, "unread": unread}
 
@@ -217,7 +334,7 @@ def _measure(a: Any, b: Any, before: Any) -> dict[str, Any]:
             facts["along"] = float(apart @ old) / size if size else 0.0
     return facts
 
-# %% ../nbs/07d_scripts.ipynb #cell-008
+# %% ../nbs/07d_scripts.ipynb #cell-011
 def _answer(question: dict[str, Any], trust: bool) -> dict[str, Any]:
     "Answer one question about checkpoints: what is in one, or how two differ."
     sides = [_read(Path(path), root, trust) for path, root in question["paths"]]
@@ -246,7 +363,7 @@ def _serve(connection: Any, trust: bool) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         connection.send_bytes(json.dumps(answer).encode())
 
-# %% ../nbs/07d_scripts.ipynb #cell-009
+# %% ../nbs/07d_scripts.ipynb #cell-012
 @dataclass(frozen=True)
 class Tree:
     "What a checkpoint holds: every leaf as a short text, equal exactly when the leaves are bitwise equal."
@@ -328,7 +445,7 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../nbs/07d_scripts.ipynb #cell-011
+# %% ../nbs/07d_scripts.ipynb #cell-014
 TRACED = ("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync", "fdatasync",
           "sync", "syncfs", "sync_file_range", "msync", "rename", "renameat", "renameat2", "unlink", "unlinkat", "mkdir",
           "mkdirat", "rmdir", "ftruncate", "truncate", "fallocate", "link", "linkat", "symlink", "symlinkat",
@@ -356,7 +473,7 @@ class Call:
     def __str__(self) -> str:
         return f"{self.name} {self.path}" + (f" -> {self.target}" if self.target else "")
 
-# %% ../nbs/07d_scripts.ipynb #cell-012
+# %% ../nbs/07d_scripts.ipynb #cell-015
 _STRING, _OPENED = re.compile(r'"((?:[^"\\]|\\.)*)"'), re.compile(r"(AT_FDCWD|\d+)<([^>]*)>")
 
 
@@ -426,7 +543,7 @@ def _no_strace() -> str:
     tried = subprocess.run([tool, "-f", "-qq", "-e", "trace=none", "true"], capture_output=True, text=True)
     return "" if tried.returncode == 0 else f"strace may not trace: {tried.stderr.strip()[:120]}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-014
+# %% ../nbs/07d_scripts.ipynb #cell-017
 def _pattern(wished: str) -> re.Pattern[str]:
     "Compile a glob: `*` stays within one folder, `**/` goes into any."
     text = wished.removeprefix("{dir}/").strip("/")
@@ -441,7 +558,7 @@ def _matched(path: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     names = ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
     return next((name for name in names if any(pattern.fullmatch(name) for pattern in patterns)), None)
 
-# %% ../nbs/07d_scripts.ipynb #cell-015
+# %% ../nbs/07d_scripts.ipynb #cell-018
 @dataclass(frozen=True)
 class Publication:
     "The system calls that made one checkpoint."
@@ -505,7 +622,7 @@ def _in_place(done: list[Publication], name: str, index: int, call: Call) -> Non
             return
     done.append(Publication(name, index, index, True, () if call.kind == "make folder" else (call.path,)))
 
-# %% ../nbs/07d_scripts.ipynb #cell-017
+# %% ../nbs/07d_scripts.ipynb #cell-020
 @dataclass(frozen=True)
 class Finding:
     "Something about how checkpoints are written that a power cut, a kill or a full disk may punish."
@@ -555,7 +672,7 @@ def _synced(calls: Sequence[Call], path: str) -> bool:
             path = call.target
     return synced
 
-# %% ../nbs/07d_scripts.ipynb #cell-019
+# %% ../nbs/07d_scripts.ipynb #cell-022
 @dataclass(frozen=True)
 class Strike:
     "A place to kill at, exact to the system call: before the `nth` call of this name on one of these files."
@@ -619,7 +736,7 @@ class Script:
         "The command does not say where to write, so it is started in the run's folder."
         return not any("{dir}" in word for word in self.command)
 
-# %% ../nbs/07d_scripts.ipynb #cell-020
+# %% ../nbs/07d_scripts.ipynb #cell-023
 @dataclass(frozen=True)
 class _Ended:
     "How one process of a script ended."
@@ -692,7 +809,7 @@ def _kill(process: "subprocess.Popen[bytes]", marker: str) -> None:
             os.kill(pid, signal.SIGKILL)
     process.wait()
 
-# %% ../nbs/07d_scripts.ipynb #cell-021
+# %% ../nbs/07d_scripts.ipynb #cell-024
 def _tracing(strike: Strike | None, log: Path, root: Path) -> list[str]:
     "The words before a command that let strace watch it, or act at one call."
     start = ["strace", "-f", "-q", "-y", "-s", "0", "-e", "signal=none", "-o", str(log)]
@@ -770,7 +887,7 @@ def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, plac
             return -signal.SIGKILL, True, first, count
     return None, False, first, count
 
-# %% ../nbs/07d_scripts.ipynb #cell-023
+# %% ../nbs/07d_scripts.ipynb #cell-026
 KILLS = ("checkpoints", "events", "random", "chain", "disk full")
 
 
@@ -794,9 +911,10 @@ class Wanted:
     random_kills: int = 3
     chain: int = 3  # kills in one run
     seed: int = 0  # of the random moments
-    only: tuple[str, ...] = ()  # names of kill points; empty takes all
+    only: tuple[str, ...] = ()  # globs of names of kill points; empty takes all
+    max_events: int = 12  # kills at system calls, spread over those chosen
 
-# %% ../nbs/07d_scripts.ipynb #cell-024
+# %% ../nbs/07d_scripts.ipynb #cell-027
 def _spread(n: int, most: int) -> list[int]:
     "Choose at most so many of the numbers from 1 to n, the first and the last among them."
     if n <= most:
@@ -850,7 +968,9 @@ def _traced_points(calls: Sequence[Call], made: Sequence[Publication], wanted: W
                 yield KillPoint(f"checkpoint-{number}", f"after checkpoint {number} of {len(made)}",
                                 (strike_before(calls, places[number]),), number)
     if "events" in wanted.kinds:
-        for i, after in _events(calls, made, wanted.every_event):
+        events = list(_events(calls, made, wanted.every_event))
+        chosen = range(1, len(events) + 1) if wanted.every_event else _spread(len(events), wanted.max_events)
+        for i, after in (events[number - 1] for number in chosen):
             if "checkpoints" not in wanted.kinds or i not in places.values():
                 yield KillPoint(f"event-{i}", f"before {calls[i]}", (strike_before(calls, i),), after)
     if "chain" in wanted.kinds and (chain := _chain(calls, made, wanted.chain)):
@@ -882,7 +1002,7 @@ def _random_points(seconds: float, wanted: Wanted) -> Iterator[KillPoint]:
         yield KillPoint(f"random-{number}", f"at a random moment, {share:.0%} of the way from the first checkpoint",
                         (Poll(seconds=share * seconds),), -1)
 
-# %% ../nbs/07d_scripts.ipynb #cell-026
+# %% ../nbs/07d_scripts.ipynb #cell-029
 @dataclass(frozen=True)
 class _Left:
     "The checkpoints in a run's folder at one moment, when no process of it was alive."
@@ -922,7 +1042,7 @@ def _look(root: Path, script: Script, reader: CheckpointReader, ignore: Sequence
             torn[name] = unread[""]
     return _Left(signatures, trees, torn)
 
-# %% ../nbs/07d_scripts.ipynb #cell-028
+# %% ../nbs/07d_scripts.ipynb #cell-031
 _KIND_WORDS = (
     ("generator", r"rng|generator|random_state|mt19937|bit_generator"),
     ("EMA", r"\bema\b|ema_|_ema|averaged|shadow"),
@@ -970,7 +1090,7 @@ def _counter(series: Sequence[Tree]) -> str:
             found.append((words.index(last), len(where), where))
     return min(found)[2] if found else ""
 
-# %% ../nbs/07d_scripts.ipynb #cell-029
+# %% ../nbs/07d_scripts.ipynb #cell-032
 def suspects(
     direct: Tree,  # one checkpoint of the direct run
     other: Tree,  # the same of a resumed run
@@ -1029,7 +1149,7 @@ def _update_suspects(parts: Mapping[str, list[str]], held: set[str], told: bool)
         Suspect("state outside the checkpoint", "the gradient was another one, though generators, data position and "
                                                 "optimizer are all in the checkpoint and equal")]
 
-# %% ../nbs/07d_scripts.ipynb #cell-031
+# %% ../nbs/07d_scripts.ipynb #cell-034
 @dataclass(frozen=True)
 class ScriptRow:
     "One run that was killed and started again, against the direct run."
@@ -1120,7 +1240,7 @@ class ScriptProof:
                           f'<testsuite name="prove-script" tests="{len(cases)}" failures="{failed}">', *cases,
                           "</testsuite>", ""])
 
-# %% ../nbs/07d_scripts.ipynb #cell-033
+# %% ../nbs/07d_scripts.ipynb #cell-036
 @dataclass(frozen=True)
 class _Direct:
     "The uninterrupted run, and what was learned from it."
@@ -1436,7 +1556,7 @@ class _Prover:
             points = list(_polled_points(direct.written, self.wanted))
         points += _random_points(direct.seconds, self.wanted)
         if self.wanted.only:
-            points = [point for point in points if point.name in self.wanted.only]
+            points = [point for point in points if _ignored("", point.name, self.wanted.only)]
         rows = self.rows_of(direct, points)
         bad = next((i for i, row in enumerate(rows) if row.outcome == "different"), None)
         if bad is not None and self.script.trace:
@@ -1521,7 +1641,7 @@ def _idle(series: Sequence[Tree]) -> str:
         return f"the loss is the same at every step ({losses.pop()})"
     return ""
 
-# %% ../nbs/07d_scripts.ipynb #cell-034
+# %% ../nbs/07d_scripts.ipynb #cell-037
 def prove_script(
     command: Sequence[str],  # as typed; "{dir}" stands for a fresh folder, without it the command is started in one
     *,
@@ -1531,11 +1651,12 @@ def prove_script(
     steps: int | None = None,  # to shorten the run; needs `steps_flag`
     kills: Iterable[str] = KILLS,  # kinds of kills
     max_checkpoints: int = 8,  # kills right after checkpoints, spread over the run
-    every_event: bool = False,  # kill before every system call of every save, not before one of each kind
+    max_events: int = 12,  # kills before system calls of one save, one of each kind
+    every_event: bool = False,  # kill before every system call of every save
     random_kills: int = 3,  # at moments drawn from `seed`
     chain: int = 3,  # kills in one run
     seed: int = 0,
-    only: Iterable[str] = (),  # names of single kill points, as a report gives them; () takes all
+    only: Iterable[str] = (),  # globs of names of kill points, as a report gives them; () takes all
     ignore: Sequence[str] = (),  # globs of leaves that may differ, as "time" or "trainer_state.json:*"
     trust: bool = False,  # True unpickles checkpoints in the child without restriction, which runs code they name
     trace: bool | None = None,  # see system calls by strace; None: where it works
@@ -1550,7 +1671,7 @@ def prove_script(
     Raises `ValueError` for impossible wishes and `FileExistsError` where `directory` holds files.
     """
     asked = {name: value for name, value in locals().items() if name not in ("command", "directory", "progress_bar")}
-    wanted = Wanted(tuple(kills), max_checkpoints, every_event, random_kills, chain, seed, tuple(only))
+    wanted = Wanted(tuple(kills), max_checkpoints, every_event, random_kills, chain, seed, tuple(only), max_events)
     globs = (checkpoints,) if isinstance(checkpoints, str) else tuple(checkpoints)
     more = _more_words(command, globs, wanted, steps_flag, steps)
     why_not = "not asked for" if trace is False else _no_strace()
@@ -1568,7 +1689,7 @@ def prove_script(
              "seconds": round(time.monotonic() - started, 1), "trusted": trust}
     return replace(proof, observed=why_not, facts=facts)
 
-# %% ../nbs/07d_scripts.ipynb #cell-035
+# %% ../nbs/07d_scripts.ipynb #cell-038
 def _concluded(prover: _Prover) -> ScriptProof:
     "Run a proof; what ends it early is a verdict too, and so is a full disk."
     try:
@@ -1592,8 +1713,8 @@ def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, st
         raise ValueError(f"kills: expected some of {', '.join(KILLS)}, got {', '.join(wrong)}")
     if (steps is None) != (not steps_flag):
         raise ValueError("steps and steps_flag: expected both or none")
-    if min(wanted.max_checkpoints, wanted.chain) < 1 or wanted.random_kills < 0 or (steps is not None and steps < 1):
-        raise ValueError("max_checkpoints, chain, steps: expected at least 1, random_kills: at least 0")
+    if min(wanted.max_checkpoints, wanted.max_events, wanted.chain) < 1 or wanted.random_kills < 0 or (steps is not None and steps < 1):
+        raise ValueError("max_checkpoints, max_events, chain, steps: expected at least 1, random_kills: at least 0")
     return () if steps is None else (f"{steps_flag}{steps}",) if steps_flag.endswith("=") else (steps_flag, str(steps))
 
 
