@@ -16,7 +16,6 @@ parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--save-every", type=int, default=2)
 args = parser.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
-
 torch.manual_seed(1337)
 text = torch.randint(0, 32, (2000,), generator=torch.Generator().manual_seed(1))
 model = nn.Sequential(nn.Embedding(32, 24), nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 32))

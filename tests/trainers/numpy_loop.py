@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import time
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -17,6 +18,7 @@ parser.add_argument("--bug", default="")
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--every", type=int, default=1)
 parser.add_argument("--series", action="store_true", help="a file for each checkpoint, not one for all")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
 args = parser.parse_args()
 os.makedirs(args.out, exist_ok=True)
 
@@ -49,7 +51,8 @@ def save():
     tensors = {"model.weight": weights, "ema.weight": ema, "optimizer.momentum": momentum}
     left_out = {"momentum not saved": "optimizer.momentum", "EMA outside": "ema.weight"}.get(args.bug)
     tensors.pop(left_out, None)
-    notes = {"step": str(step), "rng": json.dumps(noise.bit_generator.state), "lr": repr(rate), "position": str(position)}
+    notes = {"step": str(step), "lr": repr(rate), "position": str(position),
+             "rng": json.dumps(noise.bit_generator.state)}
     notes.pop({"generator not saved": "rng", "position not saved": "position"}.get(args.bug), None)
     publish(tensors, where(step), notes)
 
@@ -98,6 +101,7 @@ while step < args.steps:
     ema = (0.9 * ema + 0.1 * weights).astype(np.float32)
     rate *= 0.9
     step += 1
+    time.sleep(args.pause)
     if step % args.every == 0 or step == args.steps:
         save()
 publish({"ema.weight": ema}, os.path.join(args.out, "final-ema.safetensors"))

@@ -1,0 +1,306 @@
+"""Script mode on scripts that are really killed: each verdict, each planted bug, each way of writing a checkpoint."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+
+from fault_tolerant_transformer_lab import script_proof
+from fault_tolerant_transformer_lab.equivalence import ProofError
+from fault_tolerant_transformer_lab.script_proof import CheckpointReader, prove_script
+
+TRAINERS = Path(__file__).resolve().parent / "trainers"
+needs_strace = pytest.mark.skipif(bool(script_proof._no_strace()), reason=script_proof._no_strace() or "none")
+
+
+def prove(bug="", *words, **wishes):
+    "Prove the NumPy loop with a bug."
+    command = [sys.executable, str(TRAINERS / "numpy_loop.py"), "--out", "{dir}", "--bug", bug, *words]
+    files = ["ckpt.safetensors", "step-*.safetensors", "final-ema.safetensors"]
+    return prove_script(command, **{"checkpoints": files, "steps_flag": "--steps", "steps": 4, "progress_bar": False,
+                                    **wishes})
+
+
+def count(how="safe", *words, **wishes):
+    "Prove the counting script."
+    command = [sys.executable, str(TRAINERS / "counting.py"), "--out", "{dir}", "--how", how, *words]
+    return prove_script(command, **{"checkpoints": ["ckpt", "ckpt.json"], "progress_bar": False, **wishes})
+
+
+# Verdicts
+
+
+@needs_strace
+def test_a_sound_script_is_equivalent_wherever_it_is_killed():
+    proof = prove(max_checkpoints=3, max_events=4, random_kills=1)
+    assert proof.verdict == "EQUIVALENT", proof
+    kinds = {row.point.partition("-")[0] for row in proof.rows}
+    assert kinds == {"checkpoint", "event", "chain", "disk", "random"}
+    assert max(row.kills for row in proof.rows) == 3
+    assert proof.findings == () and proof.observed == ""
+    proof.raise_if_different()
+
+
+PLANTED = {"momentum not restored": "optimizer", "generator not restored": "generator",
+           "batch repeated": "data position", "EMA not restored": "EMA", "EMA outside": "EMA",
+           "rate changed": "learning rate",
+           "schedule off by one": "learning rate", "step off by one": "step", "generator not saved": "generator",
+           "position not saved": "data position", "momentum not saved": "optimizer"}
+
+
+@needs_strace
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found_where_it_arises_and_called_by_its_name(bug):
+    proof = prove(bug, only=["checkpoint-2"])
+    assert proof.verdict == "DIVERGENT"
+    found = proof.worst.diagnosis
+    assert found.suspects[0].name == PLANTED[bug], found
+    assert found.step == (None if bug == "EMA outside" else 3)  # killed after step 2: the first one after the restart
+    with pytest.raises(ProofError, match="first difference"):
+        proof.raise_if_different()
+
+
+@needs_strace
+def test_a_bug_of_the_epoch_boundary_shows_at_the_boundary_only():
+    proof = prove("epoch boundary", "--series", kills=["checkpoints"], steps=5)
+    outcomes = {row.point: row.outcome for row in proof.rows}
+    assert proof.verdict == "DIVERGENT"
+    assert [point for point, outcome in outcomes.items() if outcome == "different"] == ["checkpoint-3"]
+    assert "checkpoint-2" in proof.reason  # it says which kills were survived
+
+
+@needs_strace
+@pytest.mark.parametrize("words", [(), ("--series",)])
+def test_starting_over_silently_is_lost_work_though_the_end_is_equal(words):
+    proof = prove("starts over", *words, kills=["checkpoints", "chain"])
+    assert proof.verdict == "LOST_WORK"
+    lost = {row.point: row.lost for row in proof.rows if row.outcome == "lost work"}
+    assert lost["checkpoint-3"] == 3 and lost["chain-3"] >= 1
+    assert "3 steps of work lost" in next(row.detail for row in proof.rows if row.point == "checkpoint-3")
+
+
+def test_two_runs_that_differ_leave_nothing_to_judge():
+    proof = prove("unseeded", "--series", only=["checkpoint-1"])
+    assert proof.verdict == "NONDETERMINISTIC" and proof.rows == ()
+    assert "step 1, step-1.safetensors:model.weight" in proof.reason
+    assert prove("unseeded", "--series", ignore=["model.*", "ema.*", "optimizer.*"], only=["checkpoint-2"]).verdict != \
+        "NONDETERMINISTIC"
+
+
+@needs_strace
+def test_a_proof_that_could_not_fail_says_so():
+    assert "no weight changes" in prove("nothing learned", only=["checkpoint-2"]).reason
+    one = count("safe", "--steps", "1")
+    assert one.verdict == "NOT_EXERCISED" and "one checkpoint" in one.reason
+    none = count("safe", checkpoints="*.pt")
+    assert none.verdict == "NOT_EXERCISED" and "which holds ckpt.json" in none.reason
+
+
+@needs_strace
+def test_a_refusal_is_told_from_a_breakage():
+    refused, broken = prove("refuses", only=["checkpoint-2"]), prove("breaks", only=["checkpoint-2"])
+    assert refused.verdict == broken.verdict == "ERROR"
+    assert refused.rows[0].outcome == "refused" and "expected the same machine" in refused.rows[0].detail
+    assert broken.rows[0].outcome == "error" and "RuntimeError: cannot restore" in broken.rows[0].detail
+
+
+def test_a_script_that_fails_by_itself_is_an_error_with_its_last_words():
+    proof = count("hopeless")
+    assert proof.verdict == "ERROR" and "exit status 1: nothing can be done" in proof.reason
+
+
+def test_a_script_that_hangs_is_ended():
+    command = [sys.executable, "-c", "import time; time.sleep(600)", "{dir}"]
+    started = time.monotonic()
+    proof = prove_script(command, checkpoints="*", timeout=1.0, trace=False, progress_bar=False)
+    assert proof.verdict == "ERROR" and "did not end" in proof.reason and time.monotonic() - started < 60
+
+
+# How checkpoints are written, as the kernel saw it
+
+
+@needs_strace
+@pytest.mark.parametrize(("how", "kinds"), [
+    ("safe", []), ("in place", ["written in place"]), ("no file sync", ["file not synced"]),
+    ("no parent sync", ["folder not synced"]), ("folder renamed", []),
+    ("folder in place", ["written in place", "file not synced", "folder not synced"]),
+    ("native", ["written in place", "file not synced", "folder not synced"])])
+def test_what_a_power_cut_would_punish_is_found_in_the_system_calls(how, kinds):
+    proof = count(how, *(["--pause", "0.2"] if how == "native" else []), only=["checkpoint-2"])
+    assert [finding.kind for finding in proof.findings] == kinds
+    assert proof.verdict == "EQUIVALENT", proof  # a kill is not a power cut
+
+
+@needs_strace
+def test_a_kill_in_the_middle_of_a_write_in_place_leaves_a_torn_checkpoint():
+    proof = count("in place", kills=["events"])
+    assert proof.verdict == "ERROR"
+    assert any("a torn checkpoint was there" in row.detail for row in proof.rows if row.outcome == "error")
+
+
+@needs_strace
+def test_a_full_disk_that_a_script_says_nothing_of_is_found():
+    loud, quiet = count("safe", kills=["disk full"]), count("quiet", "--steps", "3", kills=["disk full"])
+    assert [row.outcome for row in loud.rows] == ["equal"]  # it failed, and went on when there was room
+    assert loud.verdict == "EQUIVALENT"
+    assert quiet.verdict == "ERROR" and "full disk unnoticed" in [finding.kind for finding in quiet.findings]
+
+
+def test_a_full_disk_under_the_proof_itself_is_loud(monkeypatch):
+    usage = shutil._ntuple_diskusage(10 << 20, 10 << 20, 1000)
+    monkeypatch.setattr(script_proof.shutil, "disk_usage", lambda path: usage)
+    proof = count("safe", only=["checkpoint-1"], trace=None)
+    assert proof.verdict == "ERROR" and "is full" in proof.reason and "give another directory" in proof.reason
+
+
+def test_where_system_calls_are_not_seen_the_report_says_so():
+    proof = prove("", "--pause", "0.15", trace=False, kills=["checkpoints"], max_checkpoints=1)
+    assert proof.verdict == "EQUIVALENT", proof
+    assert proof.observed and "durability: not observed" in str(proof) and proof.findings == ()
+
+
+# Processes
+
+
+@needs_strace
+def test_a_kill_takes_with_it_what_left_the_process_group(tmp_path):
+    proof = count("escapes", only=["checkpoint-2"], directory=tmp_path / "runs")
+    pids = [int(pid) for file in tmp_path.rglob("helper.pid") for pid in file.read_text().split()]
+    assert proof.verdict == "EQUIVALENT" and len(pids) == 4  # two direct runs, the killed process and the resumed one
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "sleep" in
+                Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@needs_strace
+def test_a_command_of_its_own_resumes_from_the_newest_checkpoint():
+    command = [sys.executable, str(TRAINERS / "counting.py"), "--out", "{dir}"]
+    proof = prove_script(command, checkpoints="ckpt.json", resume_command=[*command, "--resume", "{checkpoint}"],
+                         only=["checkpoint-2"], progress_bar=False)
+    assert proof.verdict == "EQUIVALENT" and "--resume-command" in proof.rows[0].command
+
+
+@needs_strace
+def test_a_script_that_takes_no_folder_is_run_in_one(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text((TRAINERS / "counting.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    proof = prove_script([sys.executable, "train.py"], checkpoints="out/ckpt.json", only=["checkpoint-2"],
+                         progress_bar=False)
+    assert proof.verdict == "EQUIVALENT", proof
+    assert not (tmp_path / "out").exists()  # nothing was written beside the script
+
+
+# Reading checkpoints
+
+
+class Planted:
+    "An object that runs a command when it is unpickled."
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_reading_a_hostile_checkpoint_runs_nothing_unless_it_is_trusted(tmp_path):
+    trap = tmp_path / "trap"
+    torch.save({"weight": torch.ones(2), "trap": Planted(trap)}, tmp_path / "a.pt")
+    with CheckpointReader() as reader:
+        leaves = reader.tree(tmp_path / "a.pt", tmp_path).leaves
+    assert not trap.exists() and any("posix.system" in text for text in leaves.values())
+    with CheckpointReader(trust=True) as reader:
+        reader.tree(tmp_path / "a.pt", tmp_path)
+    assert trap.exists()
+
+
+def test_one_flipped_bit_is_found_in_every_form_of_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    def write(folder, weight):
+        folder.mkdir()
+        torch.save({"model": {"weight": weight}, "step": 3}, folder / "a.pt")
+        torch.save({"weight": weight, "arguments": Planted("nowhere")}, folder / "b.pt")
+        save_file({"weight": weight}, folder / "a.safetensors")
+        torch.save({"rng": weight.numpy()}, folder / "c.pt")
+        with pytest.warns(UserWarning):
+            dcp.save({"model": {"weight": weight}}, checkpoint_id=folder / "distributed")
+        (folder / "many").mkdir()
+        save_file({"weight": weight}, folder / "many" / "a.safetensors")
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    flipped = weight.clone()
+    flipped.view(torch.int32)[1, 2] ^= 1
+    write(tmp_path / "x", weight), write(tmp_path / "y", weight), write(tmp_path / "z", flipped)
+    where = {"a.pt": "model.weight", "a.safetensors": "weight", "c.pt": "rng", "distributed": "model.weight",
+             "many": "a.safetensors:weight"}
+    with CheckpointReader() as reader:
+        for name in (*where, "b.pt"):
+            x, y, z = (reader.tree(tmp_path / run / name, tmp_path / run) for run in "xyz")
+            assert x == y and x.digest != z.digest, name
+            if name in where:
+                paths = [(tmp_path / run / name, tmp_path / run) for run in "xz"]
+                size = reader.differences(*paths, where=[where[name]])[where[name]]
+                assert (size["max_ulp"], size["share"]) == (1, 1 / 6), name
+
+
+def test_a_torn_file_is_named_and_does_not_end_the_reader(tmp_path):
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-100])
+    (tmp_path / "c.pt").touch()
+    with CheckpointReader() as reader:
+        assert "cut off" in reader.tree(tmp_path / "b.pt", tmp_path).unread[""]
+        assert "empty" in reader.tree(tmp_path / "c.pt", tmp_path).unread[""]
+        assert reader.tree(tmp_path / "a.pt", tmp_path).unread == {}
+
+
+def test_the_names_of_runs_folders_do_not_count_as_differences(tmp_path):
+    for run in ("run-1", "run-2"):
+        (tmp_path / run).mkdir()
+        torch.save({"best": f"{tmp_path}/{run}/best.pt"}, tmp_path / run / "a.pt")
+    with CheckpointReader() as reader:
+        one, two = (reader.tree(tmp_path / run / "a.pt", tmp_path / run) for run in ("run-1", "run-2"))
+    assert one == two and one.leaves == {"best": "'{dir}/best.pt'"}
+
+
+# The report, and what is refused
+
+
+@needs_strace
+def test_the_report_is_json_and_junit_and_names_a_command_for_each_row():
+    proof = prove("generator not restored", only=["checkpoint-1", "checkpoint-2"])
+    plain = json.loads(proof.to_json())
+    assert plain["verdict"] == "DIVERGENT" and plain["rows"][0]["diagnosis"]["suspects"][0]["name"] == "generator"
+    suite = xml.etree.ElementTree.fromstring(proof.to_junit())
+    assert len(suite.findall("testcase")) == len(suite.findall("testcase/failure")) == 3 == int(suite.get("failures"))
+    assert "--only checkpoint-1" in proof.rows[0].command and "--steps-flag --steps" in proof.rows[0].command
+
+
+@pytest.mark.parametrize(("wishes", "told"), [
+    ({"kills": ["nowhere"]}, "kills: expected some of"), ({"checkpoints": ""}, "checkpoints: expected globs"),
+    ({"steps": 3}, "expected both or none"), ({"chain": 0}, "at least 1"),
+    ({"steps": 0, "steps_flag": "--steps"}, "at least 1")])
+def test_impossible_wishes_are_refused_before_anything_runs(wishes, told):
+    with pytest.raises(ValueError, match=told):
+        count(**wishes)
+
+
+def test_a_program_that_is_not_there_and_a_folder_in_use_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a program that can be started"):
+        prove_script(["no-such-program"], checkpoints="*")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="expected an empty or a new folder"):
+        count(directory=tmp_path)
+
+
+def test_the_scripts_here_run_by_themselves(tmp_path):
+    for name in ("numpy_loop.py", "counting.py"):
+        subprocess.run([sys.executable, TRAINERS / name, "--out", tmp_path / name], check=True)
+        assert list((tmp_path / name).iterdir())
