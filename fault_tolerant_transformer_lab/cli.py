@@ -479,6 +479,7 @@ def next_command(
     "Give the command that continues a run: the same configuration and threads, nothing about where to stop or begin."
     words = ["fttl", "train", "--config", str(train.config), "--output", str(train.output)]
     words += [] if train.threads is None else ["--threads", str(train.threads)]
+    words += [] if train.device == "cpu" else ["--device", train.device]
     for name, text in train.overrides.items():
         flag = f"--{name.replace('_', '-')}"
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
@@ -517,6 +518,7 @@ class Train:
     stop_after_step: _OptionalNumber = None  # save and stop after this step
     allow_environment_change: bool = False  # accept other machine settings; the lineage keeps a record
     threads: _OptionalNumber = None  # CPU threads; by default as many as torch would use
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "cpu"  # cpu, cuda, cuda:N, or auto for a GPU where one is
     overrides: _ConfigFlags
 
     def run(self) -> Outcome:  # the run in a few lines
@@ -530,7 +532,7 @@ class Train:
         with deterministic(threads=self.threads), warned() as told:
             result = train(config, self.output, resume=self.resume, resume_from=self.resume_from,
                            stop_after_step=self.stop_after_step,
-                           allow_environment_change=self.allow_environment_change)
+                           allow_environment_change=self.allow_environment_change, device=self.device)
         return Outcome(summary(result, self, told))
 
 

@@ -88,14 +88,20 @@ def test_a_module_imports_only_from_the_rooms_above_it():
 
 
 def test_no_room_pickles_or_unpickles():
-    "Only chapter 08 calls torch.save and torch.load: on the peers' files, whose losses it counts, and restricted."
+    """Only files of others are loaded with torch, and restricted: the peers' in chapter 08, those to be imported, and a
+    script's own. The last may be trusted, by a wish of the user's, in a child process; there is one such call."""
+    trusting = []
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert called not in {"pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps"}, path.name
-            if called in {"torch.load", "torch.save"}:
+            if called == "torch.save":
                 assert path.name == "crashes.py", path.name
-                assert called == "torch.save" or "weights_only=True" in ast.unparse(node)
+            if called == "torch.load":
+                assert path.name in {"crashes.py", "script_proof.py", "sharded.py"}, path.name
+                if "weights_only=True" not in ast.unparse(node):
+                    trusting.append(path.name)
+    assert trusting == ["script_proof.py"]
 
 
 def test_every_module_is_exported_from_a_notebook_and_typed():
