@@ -628,6 +628,11 @@ def _regular(generation: Generation) -> Path:
             f"{generation.path.name} is {kind}, and only regular files are read from a store: "
             "put the file itself there, or remove this name"
         )
+    if facts.st_nlink > 1:  # the other name may lie anywhere, and writing there would change this file
+        raise CheckpointError(
+            f"{place_of(generation.path)} has {facts.st_nlink} names (hard links), and only files with one name are read "
+            "from a store: copy it (cp, then mv over this name), and copy for a backup too instead of linking"
+        )
     if facts.st_uid not in (0, os.geteuid(), os.stat(generation.path.parent).st_uid):
         raise CheckpointError(
             f"{place_of(generation.path)} belongs to another user (uid {facts.st_uid}), and only files of this user, "
@@ -934,11 +939,11 @@ class WriterLock:
             write_fully(self.disk, self._fd, memoryview(text.encode()), 0)
 
     def require_held(self) -> None:
-        "Raises where the lock file's name no longer leads to the file that is locked: a second writer could be in."
+        "Raises where the lock's path no longer leads to the file that is locked: a second writer could be in."
         if self._fd is None or self.directory is None:
             return
-        with suppress(FileNotFoundError):
-            named = os.stat(_LOCK_NAME, dir_fd=self.directory, follow_symlinks=False)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            named = os.stat(self.path / _LOCK_NAME, follow_symlinks=False)
             if os.path.samestat(named, os.fstat(self._fd)):
                 return
         raise CheckpointError(
@@ -984,8 +989,10 @@ def _require_space(disk: Disk, directory: int, need: int) -> None:
         raise PublicationError("free_bytes", disk.path_of(directory), shortage)
 
 
-def _require_newest(step: int, found: Sequence[Generation]) -> None:
-    later = [g.step for g in found if g.step > step]
+def _require_newest(
+    step: int, found: Sequence[Generation], looks_sound: Callable[[Generation], bool] = _looks_sound
+) -> None:
+    later = [g.step for g in found if g.step > step and looks_sound(g)]  # what is not sound is no reader's newest
     if later:
         raise CheckpointError(
             f"step {step} cannot be published below the existing step {max(later)}, which would stay the newest: go "
@@ -1302,8 +1309,8 @@ class CheckpointStore(_Background):
         self._guarded()
         snapshot = contract.capture(step)
         _require_newest(snapshot.step, found := self.generations())
-        if found and found[-1].step == snapshot.step:
-            _require_same_state(found[-1], snapshot)
+        if same := [generation for generation in found if generation.step == snapshot.step]:
+            _require_same_state(same[0], snapshot)
         if wait:
             return self._publish(snapshot.step, encode(snapshot), lambda: None, lambda: False)
         optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []

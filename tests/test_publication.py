@@ -1198,6 +1198,48 @@ def test_a_directory_that_was_deleted_meanwhile_is_told_as_that(directory):
             store.save(a_run(1))
 
 
+def test_a_directory_that_was_moved_is_not_written_and_a_rival_in_its_place_is_left_alone(directory, tmp_path):
+    with CheckpointStore(directory, keep_last=2) as first:
+        first.save(a_run(1))
+        first.save(a_run(2))
+        directory.rename(tmp_path / "moved")
+        with pytest.raises(CheckpointError, match="moved or deleted"):
+            first.save(a_run(3))
+        with CheckpointStore(directory, keep_last=4) as second:
+            for step in (1, 2, 3, 4):
+                second.save(a_run(step))
+        before = contents(directory), contents(tmp_path / "moved")
+        for wait in (True, False):
+            with pytest.raises(CheckpointError, match="moved or deleted"):
+                first.save(a_run(5), wait=wait)
+        assert (contents(directory), contents(tmp_path / "moved")) == before
+
+
+def test_what_does_not_look_sound_under_a_later_step_stops_no_save(directory):
+    with CheckpointStore(directory) as store:
+        store.save(a_run(1))
+        (directory / generation_name(50)).touch(0o600)
+        assert store.save(a_run(2)).step == 2 and store.save(a_run(2)).step == 2
+        with pytest.raises(CheckpointError, match="published with state"):
+            changed = a_run(2)
+            with torch.no_grad():
+                changed.participants["model"].weight.add_(1)
+            store.save(changed)
+    with CheckpointStore(directory) as store:
+        restored = store.restore(fresh := a_run(0))
+        assert restored.step == fresh.step == 2 and [path.name for path, _ in restored.skipped] == [generation_name(50)]
+
+
+def test_a_checkpoint_with_a_second_name_is_not_read(directory, tmp_path):
+    with CheckpointStore(directory) as store:
+        store.save(a_run(1))
+        (tmp_path / "outside").hardlink_to(directory / generation_name(1))
+        with pytest.raises(CheckpointError, match=r"has 2 names \(hard links\).*copy it"):
+            store.restore(a_run(0))
+        (tmp_path / "outside").unlink()
+        assert store.restore(a_run(0)).step == 1
+
+
 @pytest.mark.parametrize("exchange", [lambda lock: None, Path.touch, lambda lock: lock.symlink_to("elsewhere")],
                          ids=["removed", "exchanged", "a link"])
 def test_a_lock_file_that_is_taken_away_stops_its_holder_before_it_writes(directory, exchange):
