@@ -24,6 +24,6 @@ setup(
     install_requires=settings["requirements"].split(),
     extras_require={name.removesuffix("_requirements"): needed.split()
                     for name, needed in settings.items() if name.endswith("_requirements")},
-    entry_points={"console_scripts": settings["console_scripts"].split()},
+    entry_points={group: settings[group].split() for group in ("console_scripts", "pytest11")},
     zip_safe=False,
 )
