@@ -70,6 +70,8 @@ def _walk(node: Any, where: str = "") -> _Leaves:
             yield where, {}
     elif isinstance(node, list | tuple) and len(node) > 32 and all(isinstance(item, int | float) for item in node):
         yield where, node  # a generator's state, a sampler's order
+    elif _is_vector(node):
+        yield where, node
     elif isinstance(node, list | tuple):
         for position, child in enumerate(node):
             yield from _walk(child, _joined(where, position))
@@ -84,8 +86,15 @@ def _walk(node: Any, where: str = "") -> _Leaves:
         yield where, node
 
 
+def _is_vector(leaf: Any) -> bool:
+    "Tell whether a leaf is a list of floating-point numbers, which is how JSON holds a tensor."
+    return isinstance(leaf, list) and len(leaf) > 1 and all(type(item) is float for item in leaf)
+
+
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
-    "Give a tensor or a numeric array as a dense tensor on the CPU, anything else as None."
+    "Give a tensor, a numeric array or a list of floats as a dense tensor on the CPU, anything else as None."
+    if _is_vector(leaf):
+        return torch.tensor(leaf, dtype=torch.float64)
     if isinstance(leaf, FileTensor):
         leaf = leaf.load()
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
@@ -208,26 +217,27 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | bytes | None) else repr(value)
 
 
+def _to_mark(stack: list[Any]) -> list[Any]:
+    "Take the stack down to the last mark."
+    at = max(i for i, item in enumerate(stack) if item is _MARK)
+    items = stack[at + 1:]
+    del stack[at:]
+    return items
+
+
+def _put_in(into: Any, items: list[Any], pairs: bool) -> None:
+    "Add items to a container, or to the object that stands for one."
+    if pairs:
+        target = into.setdefault("items", {}) if "class" in into else into
+        target.update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+    else:
+        (into if isinstance(into, list) else into.setdefault("items", [])).extend(items)
+
+
 def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
     "Read a pickle's structure by its opcodes alone; `storage` gives what a persistent id stands for."
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-
-    def to_mark() -> list[Any]:
-        "Take the stack down to the last mark."
-        at = max(i for i, item in enumerate(stack) if item is _MARK)
-        items = stack[at + 1:]
-        del stack[at:]
-        return items
-
-    def put_in(items: list[Any], pairs: bool) -> None:
-        "Add items to the container, or to the object that stands for one, on top of the stack."
-        if pairs:
-            into = stack[-1].setdefault("items", {}) if "class" in stack[-1] else stack[-1]
-            into.update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
-        else:
-            (stack[-1] if isinstance(stack[-1], list) else stack[-1].setdefault("items", [])).extend(items)
-
     for op, argument, _ in pickletools.genops(pickled):
         name = op.name
         if name in _CONSTANTS:
@@ -235,13 +245,13 @@ def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
         elif name == "MARK":
             stack.append(_MARK)
         elif name in ("APPENDS", "ADDITEMS", "SETITEMS"):
-            items = to_mark()
-            put_in(items, name == "SETITEMS")
+            items = _to_mark(stack)
+            _put_in(stack[-1], items, name == "SETITEMS")
         elif name in ("APPEND", "SETITEM"):
             items = [stack.pop() for _ in range(1 + (name == "SETITEM"))][::-1]
-            put_in(items, name == "SETITEM")
+            _put_in(stack[-1], items, name == "SETITEM")
         elif name in ("TUPLE", "FROZENSET", "LIST"):
-            stack.append(tuple(to_mark()))
+            stack.append(tuple(_to_mark(stack)))
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
             n = int(name[-1])
             stack[-n:] = [tuple(stack[-n:])]
@@ -1673,7 +1683,7 @@ def prove_script(
     every_event: bool = False,  # kill before every system call of every save
     random_kills: int = 3,  # at moments drawn from `seed`
     chain: int = 3,  # kills in one run
-    seed: int = 0,
+    seed: int = 0,  # of the random moments
     only: Iterable[str] = (),  # globs of names of kill points, as a report gives them; () takes all
     ignore: Sequence[str] = (),  # globs of leaves that may differ, as "time" or "trainer_state.json:*"
     trust: bool = False,  # True unpickles checkpoints in the child without restriction, which runs code they name
@@ -1692,15 +1702,13 @@ def prove_script(
     wanted = Wanted(tuple(kills), max_checkpoints, every_event, random_kills, chain, seed, tuple(only), max_events)
     globs = (checkpoints,) if isinstance(checkpoints, str) else tuple(checkpoints)
     more = _more_words(command, globs, wanted, steps_flag, steps)
-    why_not = "not asked for" if trace is False else _no_strace()
-    if trace and why_not:
-        raise ValueError(f"trace: expected a machine on which strace works; {why_not}")
+    why_not = _no_trace(trace)
     script = Script((*command, *more), globs, (*resume_command, *more) if resume_command else None, timeout,
                     dict(environment or {}), Path.cwd(), not why_not)
     started = time.monotonic()
     with CheckpointReader(trust) as reader, _workspace(directory) as workspace:
-        prover = _Prover(script, reader, workspace, wanted, ignore, lambda name: _again(command, asked, name),
-                         directory is not None)
+        again, keep = (lambda name: _again(command, asked, name)), directory is not None
+        prover = _Prover(script, reader, workspace, wanted, ignore, again, keep)
         prover.jobs, prover.progress_bar = jobs or _cores(), progress_bar
         proof = _concluded(prover)
     facts = {"command": list(script.command), "checkpoints": list(globs), "processes": prover.processes,
@@ -1718,6 +1726,14 @@ def _concluded(prover: _Prover) -> ScriptProof:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return ScriptProof(Verdict.ERROR, f"the disk that holds the runs is full ({error}); give another directory")
+
+
+def _no_trace(wished: bool | None) -> str:
+    "Say why system calls will not be seen; empty where they will. Raises `ValueError` where that was not to be."
+    why_not = "not asked for" if wished is False else _no_strace()
+    if wished and why_not:
+        raise ValueError(f"trace: expected a machine on which strace works; {why_not}")
+    return why_not
 
 
 def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, steps_flag: str,
