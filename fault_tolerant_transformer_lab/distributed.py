@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any, Literal
@@ -415,6 +416,10 @@ class LocalShards:
             return dict(self.owner.state_dict(keep_vars=True))
         return self.owner.state_dict()
 
+    @cached_property
+    def _module_tensors(self) -> dict[str, Any]:
+        return self.whole()
+
     def like(
         self,
         path: TreePath,  # of a tensor in the state, perhaps of one that does not exist yet
@@ -422,7 +427,7 @@ class LocalShards:
     ) -> DTensor | None:  # None where every rank holds all of it
         "The DTensor whose division a tensor of the state follows: a moment is divided as its parameter is."
         if isinstance(self.owner, nn.Module):
-            found = self.whole().get(path[0])
+            found = self._module_tensors.get(str(path[0]))
         else:
             is_moment = len(path) == 3 and path[0] == "state" and path[2] != "step"
             found = self.parameters[int(path[1])] if is_moment and int(path[1]) < len(self.parameters) else None

@@ -843,9 +843,11 @@ class ShardWriter(StorageWriter):
         "On the coordinator: write the plan, and publish."
         snapshot = self.state.snapshot
         files = tuple(ShardFile(**of_rank[-1].storage_data) for of_rank in results)
-        places = {(r.index.fqn, tuple(r.index.offset or ()), r.storage_data["file"]): r.storage_data
-                  for of_rank in results for r in of_rank[:-1]}
-        tensors = {name: _described(name, found, places) for name, found in metadata.state_dict_metadata.items()
+        places: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
+        for result in (result for of_rank in results for result in of_rank[:-1]):
+            of_tensor = places.setdefault(result.index.fqn, {})
+            of_tensor.setdefault(tuple(result.index.offset or ()), result.storage_data)
+        tensors = {name: _described(found, places[name]) for name, found in metadata.state_dict_metadata.items()
                    if isinstance(found, TensorStorageMetadata)}
         with self._told():
             self.publish(GenerationManifest(
@@ -869,17 +871,13 @@ class ShardWriter(StorageWriter):
         return None
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-027
-def _described(name: str, found: TensorStorageMetadata, places: Mapping[Any, dict[str, Any]]) -> ShardedTensor:
-    "A tensor's metadata, translated field by field, with the place of each chunk."
-    by_box: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for (fqn, offsets, _), place in places.items():
-        if fqn == name:
-            by_box.setdefault(offsets, []).append(place)
+def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], dict[str, Any]]) -> ShardedTensor:
+    "A tensor's metadata, translated field by field, with the place of each chunk by its offsets."
     chunks = []
     for chunk in found.chunks:
         offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
         if math.prod(sizes) or not math.prod(found.size):  # a rank without rows wrote an empty chunk
-            chunks.append(Chunk(offsets, sizes, **by_box[offsets][0]))
+            chunks.append(Chunk(offsets, sizes, **places[offsets]))
     return ShardedTensor(found.properties.dtype, tuple(map(int, found.size)), tuple(chunks))
 
 

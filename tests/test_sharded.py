@@ -81,21 +81,22 @@ def store(origin, tmp_path):
 
 
 class Killer(Disk):
-    "Ends the process before the n-th operation on something of step 2."
+    "Ends the process before the n-th operation on something of step 2; 0: before the one that follows its rename."
 
     def __init__(self, nth):
         super().__init__()
-        self.left = nth
+        self.nth, self.n, self.renamed = nth, 0, False
 
     def operation(self, name, path, call):
-        if "step-00000002" in f"{path}":
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        concerned = "step-00000002" in f"{path}"
+        self.n += concerned
+        if (self.renamed if self.nth == 0 else concerned and self.n == self.nth):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.renamed |= concerned and name == "replace"
         return call()
 
 
-@pytest.mark.parametrize(("rank", "nth", "found"), [(2, 2, 1), (1, 5, 1), (0, 1, 1), (0, 8, 1), (0, 11, 1)])
+@pytest.mark.parametrize(("rank", "nth", "found"), [(2, 2, 1), (1, 5, 1), (0, 1, 1), (0, 11, 1), (0, 0, 2)])
 def test_a_kill_of_any_of_three_ranks_leaves_a_whole_generation_and_the_next_save_works(
         origin, store, rank, nth, found):
     disk = lambda ranks: Killer(nth) if ranks.rank == rank else None  # noqa: E731
@@ -104,8 +105,9 @@ def test_a_kill_of_any_of_three_ranks_leaves_a_whole_generation_and_the_next_sav
     _, one, two = origin
     newest = max(store.glob("step-*"))
     assert verify_generation(newest).state_digest == {1: one, 2: two}[found]
-    assert run_ranks(steps(store, 2), 3) == [[two]] * 3
-    assert not list(store.glob("*.tmp"))
+    assert run_ranks(steps(store, 2), 3) == [[two] if found == 1 else []] * 3
+    assert verify_generation(store / "step-00000002").state_digest == two
+    assert not list(store.glob(".*.tmp"))
 
 
 def test_no_byte_that_is_published_is_a_pickle(origin):
