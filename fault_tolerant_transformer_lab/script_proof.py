@@ -824,7 +824,7 @@ def _kill(process: "subprocess.Popen[bytes]", marker: str) -> None:
 # %% ../nbs/07d_scripts.ipynb #cell-035
 def _tracing(strike: Strike | None, log: Path, root: Path) -> list[str]:
     "The words before a command that let strace watch it, or act at one call."
-    start = ["strace", "-f", "-q", "-y", "-s", "0", "-e", "signal=none", "-o", str(log)]
+    start = ["strace", "-D", "-f", "-q", "-y", "-s", "0", "-e", "signal=none", "-o", str(log)]
     if strike is None:
         return [*start, "--seccomp-bpf", "-e", "trace=" + ",".join("?" + name for name in TRACED)]
     keys = [word for key in strike.keys for word in ("-P", key.replace("{dir}", str(root))) if key != "*"]
