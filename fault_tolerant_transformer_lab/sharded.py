@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -293,7 +293,7 @@ class GenerationManifest:
         "Size of all rank files together."
         return sum(file.n_bytes for file in self.files)
 
-    @property
+    @cached_property
     def state_digest(self) -> str:
         "Digest of the state's bits and of how they are divided: two runs of one world size are equal when these are."
         tensors = {name: [_DTYPE_NAMES[t.dtype], list(t.shape),
