@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import metadata
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -947,9 +947,19 @@ def _differences(name: str, participant: Any, saved: State, same_torch: bool = T
             validate(saved)
         except Exception as error:
             raise ContractError(f"{name}: the checkpoint's state does not fit: {error}") from error
-    return []
+    return list(_worker_differences(name, participant, saved))
 
-# %% ../nbs/03_contract.ipynb #cell-103
+
+def _worker_differences(name: str, loader: Any, saved: Mapping[Any, Any]) -> Iterator[Drift]:
+    "Another number of workers than a stateful loader's state is for, which it would find at its first batch."
+    snapshot = saved.get("_snapshot")
+    main = snapshot.get("_main_snapshot") if isinstance(snapshot, dict) else None
+    there = main.get("_num_workers") if isinstance(main, dict) else 0 if "_num_yielded" in saved else None
+    here = getattr(loader, "num_workers", None)
+    if type(here) is int and type(there) is int and here != there:
+        yield Drift(f"{name}.num_workers", there, here)
+
+# %% ../nbs/03_contract.ipynb #cell-105
 def _is_same(a: Tensor, b: Tensor) -> bool:
     return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
 
@@ -963,7 +973,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     return False
 
-# %% ../nbs/03_contract.ipynb #cell-105
+# %% ../nbs/03_contract.ipynb #cell-107
 class _Filling:
     "Builds the tree to load: the live tensors of a participant, filled in place where they fit, else new ones."
 
@@ -1023,7 +1033,7 @@ class _Filling:
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
 
-# %% ../nbs/03_contract.ipynb #cell-107
+# %% ../nbs/03_contract.ipynb #cell-109
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -1077,7 +1087,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
             if isinstance(given, Tensor) and isinstance(held, Tensor) and held.dtype != given.dtype and key != "step":
                 optimizer.state[parameter][key] = given.to(held.device)
 
-# %% ../nbs/03_contract.ipynb #cell-113
+# %% ../nbs/03_contract.ipynb #cell-115
 @dataclass(frozen=True)
 class _Backup:
     "A participant as it was before the restore touched it."
@@ -1120,20 +1130,59 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-119
+# %% ../nbs/03_contract.ipynb #cell-121
+def _slots(obj: object) -> list[str]:
+    "Names of the slots that an object's classes declare, as they are mangled."
+    declared = [vars(cls) for cls in type(obj).__mro__ if "__slots__" in vars(cls)]
+    return [name for names in declared for name, value in names.items() if isinstance(value, MemberDescriptorType)]
+
+
+def _attributes(obj: object) -> list[str]:
+    "Names of the instance attributes that there are now; sorted, as they may have appeared in any order."
+    return sorted({*getattr(obj, "__dict__", ()), *(name for name in _slots(obj) if hasattr(obj, name))})
+
+
 def _settable(obj: object, names: list[str]) -> list[str]:
     "The names, after each has been found to be an attribute that a restore can set."
-    if not names:
-        raise ContractError("PlainState: expected at least one field, got none; without fields= it takes them all")
     for name in names:
         try:
             setattr(obj, name, getattr(obj, name))
-        except (AttributeError, TypeError) as error:
+        except Exception as error:  # whatever a class raises that guards its attributes
             raise ContractError(f"PlainState: expected {_named(obj)} with an attribute {shown(name)} that can be set: "
                                 f"{error}; name attributes that are there from the start, and not read-only") from error
     return names
 
-# %% ../nbs/03_contract.ipynb #cell-121
+# %% ../nbs/03_contract.ipynb #cell-124
+def _mutable_values(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
+    "Path of every list, dict and tensor in a tree, with a key that is equal where it is the same one."
+    if isinstance(value, Tensor) and value.numel() and _tensor_refusal(value) is None:
+        yield path, tensor_key(value)
+    if isinstance(value, list | dict):
+        yield path, id(value)
+    if isinstance(value, list | tuple | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _mutable_values(item, (*path, key))
+
+
+def _refuse_shared(participants: Mapping[str, Any]) -> None:
+    "Raise where plain attributes hold one mutable value under two names, in one object or in several."
+    first: dict[Any, str] = {}
+    states = {name: part.state_dict() for name, part in participants.items() if isinstance(part, PlainState)}
+    held = [(name, key, value) for name, state in states.items() for key, value in state.items()]
+    shared = [(first[key], format_path(path)) for name, attribute, value in held
+              for path, key in _mutable_values(value, (name, attribute))
+              if first.setdefault(key, format_path(path)) != format_path(path)]
+    for name, state in states.items():  # attributes that fields= leaves out go on with the old value
+        obj = participants[name].obj
+        others = ((key, getattr(obj, key)) for key in _attributes(obj) if key not in state)
+        shared += [(first[id(value)], f"{name}.{key}, which is not saved") for key, value in others
+                   if isinstance(value, list | dict) and id(value) in first]
+    if shared:
+        known, again = shared[0]
+        raise ContractError(f"{known} is the same object as {again}: a restore would make two of it; keep it under one "
+                            "name, or give the second a copy")
+
+# %% ../nbs/03_contract.ipynb #cell-125
 class PlainState:
     "The attributes of any object as a participant: counters, best values, lists, tensors."
 
@@ -1144,14 +1193,23 @@ class PlainState:
     ) -> None:
         "Raises `ContractError` where a field is not there, or cannot be set, or the whole has its own `state_dict`."
         self.obj = obj
-        self.fields = None if fields is None else _settable(obj, [fields] if isinstance(fields, str) else list(fields))
-        if self.fields is None and (isinstance(obj, Stateful) or not hasattr(obj, "__dict__")):
-            remedy = "make it a participant itself" if isinstance(obj, Stateful) else "it has no instance attributes"
+        self.fields = None if fields is None else [fields] if isinstance(fields, str) else list(fields)
+        if self.fields == []:
+            raise ContractError("PlainState: expected at least one field, got none; without fields= it takes them all")
+        if self.fields is None and (remedy := self._not_whole()):
             raise ContractError(f"PlainState: {_named(obj)} is not for taking whole: {remedy}, or name fields=")
+        _settable(obj, _attributes(obj) if self.fields is None else self.fields)
+
+    def _not_whole(self) -> str | None:
+        if isinstance(self.obj, Stateful):
+            return "make it a participant itself"
+        if isinstance(self.obj, dict | list | tuple | set | frozenset):
+            return "its elements are no attributes; keep it as an attribute of another object"
+        return None if hasattr(self.obj, "__dict__") or _slots(self.obj) else "it has no instance attributes"
 
     def state_dict(self) -> dict[str, Any]:
         "The attributes by name."
-        names = sorted(vars(self.obj)) if self.fields is None else self.fields  # in whichever order they appeared
+        names = _attributes(self.obj) if self.fields is None else self.fields
         return {name: getattr(self.obj, name) for name in names}
 
     def validate_capture(self) -> None:
@@ -1180,11 +1238,11 @@ class PlainState:
             here = getattr(self.obj, name, None)
             if not (isinstance(here, Tensor) and isinstance(value, Tensor) and _is_same(value, here)):
                 setattr(self.obj, name, value)
-        for name in list(vars(self.obj) if self.fields is None else ()):
+        for name in _attributes(self.obj) if self.fields is None else ():
             if name not in state:
                 delattr(self.obj, name)
 
-# %% ../nbs/03_contract.ipynb #cell-126
+# %% ../nbs/03_contract.ipynb #cell-131
 def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
     return dict(_unwrapped(module).named_parameters())
 
@@ -1204,7 +1262,7 @@ def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> 
             # A gradient lies where its parameter does, and as its parameter does.
             parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
 
-# %% ../nbs/03_contract.ipynb #cell-129
+# %% ../nbs/03_contract.ipynb #cell-134
 def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     done, gradients = state.get("done"), state.get("gradients")
     if state.get("every") != every:
@@ -1218,7 +1276,7 @@ def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], sta
             raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
                                 "the module as the checkpoint's run did")
 
-# %% ../nbs/03_contract.ipynb #cell-132
+# %% ../nbs/03_contract.ipynb #cell-137
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1244,7 +1302,7 @@ class Accumulation:
         return {"every": self.every, "done": self.done, "gradients": _gradients(self.module)}
 
     def validate_capture(self) -> None:
-        "Raise where a checkpoint taken now would lose gradients."
+        "Raise where a checkpoint taken now would lose gradients of this module."
         if self.done and not self.save:
             raise ContractError(f"{self.done} of {self.every} micro-batches are in, and their gradients would be lost: "
                                 "capture after the update, or save them with Accumulation(..., save=True)")
@@ -1270,7 +1328,25 @@ class Accumulation:
         self.done = state["done"]
         _set_gradients(self.module, state["gradients"])
 
-# %% ../nbs/03_contract.ipynb #cell-136
+# %% ../nbs/03_contract.ipynb #cell-140
+def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
+    "Raise where an update is unfinished, and an optimizer's parameter has a gradient that no `Accumulation` saves."
+    accumulations = [part for part in participants.values() if isinstance(part, Accumulation)]
+    if not any(accumulation.done for accumulation in accumulations):
+        return
+    covered = {id(p) for accumulation in accumulations for p in _parameters_by_name(accumulation.module).values()}
+    names = {id(p): format_path((name, key)) for name, part in participants.items()
+             if isinstance(_unwrapped(part), torch.nn.Module) for key, p in _parameters_by_name(part).items()}
+    optimizers = {name: part for name, part in participants.items() if isinstance(part, torch.optim.Optimizer)}
+    stray = [names.get(id(p), f"parameter {number} of {name}") for name, optimizer in optimizers.items()
+             for number, p in enumerate(_parameters_of(optimizer))
+             if id(p) not in covered and p.grad is not None and bool(p.grad.any())]
+    if stray:
+        raise ContractError(f"an update is unfinished, and the gradients of {', '.join(stray[:3])}"
+                            f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or clear "
+                            "them where their update is done")
+
+# %% ../nbs/03_contract.ipynb #cell-143
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1309,7 +1385,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-139
+# %% ../nbs/03_contract.ipynb #cell-146
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1348,7 +1424,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-142
+# %% ../nbs/03_contract.ipynb #cell-149
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1381,7 +1457,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-145
+# %% ../nbs/03_contract.ipynb #cell-152
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1406,7 +1482,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-148
+# %% ../nbs/03_contract.ipynb #cell-155
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1450,7 +1526,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-151
+# %% ../nbs/03_contract.ipynb #cell-158
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1484,7 +1560,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-154
+# %% ../nbs/03_contract.ipynb #cell-161
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1501,6 +1577,8 @@ def _capture(contract: Contract, step: int | None) -> Snapshot:
         if isinstance(participant, torch.nn.Module):
             _refuse_expanded(name, states[name])
         _ask_to_capture(name, participant)
+    _refuse_shared(participants)
+    _refuse_uncovered(participants)
     environment = contract.environment()
     contract._lineage = _continued(contract.lineage, step, environment)
     return Snapshot(step=step, tokens_seen=getattr(_progress(participants), "tokens_seen", None),
@@ -1529,7 +1607,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-157
+# %% ../nbs/03_contract.ipynb #cell-164
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1581,7 +1659,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-161
+# %% ../nbs/03_contract.ipynb #cell-168
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -1035,12 +1035,28 @@ class Guarded:
 FrozenPoint = namedtuple("FrozenPoint", "best")
 
 
+@dataclass(frozen=True)
+class Frozen:
+    best: float = 1.0
+
+
+class Refusing:
+    def __init__(self):
+        vars(self)["best"] = 1.0
+
+    def __setattr__(self, name, value):
+        raise ValueError("not today")
+
+
 @pytest.mark.parametrize(("obj", "fields", "message"), [
     (plain(best=1), (), "at least one field"),
     (plain(best=1), ("best", "bats"), "attribute \"bats\""),
     (Guarded(), "best", "that can be set"),
     (FrozenPoint(1.0), "best", "that can be set"),
-    (Slotted(), None, "no instance attributes"),
+    (Frozen(), None, "that can be set"),
+    (Frozen(), "best", "that can be set"),
+    (FrozenPoint(1.0), None, "its elements are no attributes"),
+    (Refusing(), None, "not today"),
     (nn.Linear(1, 1), None, "make it a participant itself"),
     (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), None, "make it a participant itself"),
     (3, None, "no instance attributes"),
@@ -1056,6 +1072,64 @@ def test_slots_are_taken_by_name():
     saved = freeze(Contract(watcher=PlainState(slotted, "best")).capture(step=0))
     Contract(watcher=PlainState(other, "best")).restore(saved)
     assert other.best == 0.5
+
+
+class HalfSlotted(Slotted):
+    "Has both: a slot of its base, one of its own under a private name, and attributes beside them."
+
+    __slots__ = ("__dict__", "__private", "unset")
+
+    def __init__(self):
+        super().__init__()
+        self.__private, self.seen = [], 0
+
+    @property
+    def private(self):
+        return self.__private
+
+
+@pytest.mark.parametrize("kind", [Slotted, HalfSlotted])
+def test_taken_whole_an_object_keeps_its_slots(kind):
+    watcher, other = kind(), kind()
+    watcher.best = 0.25
+    if kind is HalfSlotted:
+        watcher.private.append(7)
+        watcher.seen, watcher.late, other.unset = 3, "x", "taken away"
+    saved = freeze(Contract(watcher=PlainState(watcher)).capture(step=0))
+    Contract(watcher=PlainState(other)).restore(saved)
+    assert other.best == 0.25
+    if kind is HalfSlotted:
+        assert (other.private, other.seen, other.late, hasattr(other, "unset")) == ([7], 3, "x", False)
+
+
+ONE_LIST, ONE_DICT, ONE_TENSOR = [1], {"a": 1}, torch.ones(2)
+
+
+@pytest.mark.parametrize(("objects", "message"), [
+    ([plain(a=ONE_LIST, b=ONE_LIST)], r"w0\.a is the same object as w0\.b: a restore would make two"),
+    ([plain(a=[ONE_LIST, 2, ONE_LIST])], r"w0\.a\[0\] is the same object as w0\.a\[2\]"),
+    ([plain(a={"x": (ONE_DICT,)}, b=ONE_DICT)], r"w0\.a\.x\[0\] is the same object as w0\.b"),
+    ([plain(a=(ONE_LIST,)), plain(b=ONE_LIST)], r"w0\.a\[0\] is the same object as w1\.b"),
+    ([plain(a=ONE_TENSOR, b=[ONE_TENSOR])], r"w0\.a is the same object as w0\.b\[0\]"),
+    ([plain(a=ONE_TENSOR, b=ONE_TENSOR.view(2))], r"w0\.a is the same object as w0\.b"),
+], ids=str)  # fmt: skip
+def test_one_mutable_value_under_two_names_is_refused_when_it_is_saved(objects, message):
+    contract = Contract(**{f"w{number}": PlainState(obj) for number, obj in enumerate(objects)})
+    with pytest.raises(ContractError, match=message):
+        contract.capture(step=0)
+    for obj in objects:
+        obj.a = [[1], 2, [1]]  # equal, and not the same
+    contract.capture(step=0)
+
+
+def test_a_field_that_is_the_same_list_as_one_that_is_left_out_is_refused():
+    watcher = plain(seen=[1], alias=None, short=(1, 2), other=(1, 2))
+    watcher.alias = watcher.seen
+    with pytest.raises(ContractError, match=r"w\.seen is the same object as w\.alias, which is not saved"):
+        Contract(w=PlainState(watcher, "seen")).capture(step=0)
+    watcher.alias = list(watcher.seen)
+    watcher.other = watcher.short  # what cannot change may have as many names as it likes
+    Contract(w=PlainState(watcher)).capture(step=0)
 
 
 @pytest.mark.parametrize(("value", "message"), [
@@ -1147,6 +1221,66 @@ def test_gradients_that_a_checkpoint_would_lose_are_refused(moment):
     optimizer.zero_grad(set_to_none=moment != "after the update")
     accumulation.done = 0
     contract.capture(step=1)  # and nothing was changed by asking
+
+
+@pytest.mark.parametrize("covered", [False, True])
+@pytest.mark.parametrize("takes_part", [False, True])
+def test_gradients_of_a_module_that_no_accumulation_was_given_are_refused(covered, takes_part):
+    encoder, head = nn.Linear(3, 4), nn.Linear(4, 1)
+    first = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    second = torch.optim.SGD(head.parameters(), lr=0.1)
+    parts = {"encoder": encoder, "first": first, "second": second, "accumulation": Accumulation(encoder, every=4)}
+    parts |= {"head": head} if takes_part else {}
+    parts |= {"of_head": Accumulation(head, every=4)} if covered else {}
+    contract = Contract(**parts)
+    contract.capture(step=0)
+    head(encoder(torch.ones(1, 3))).sum().backward()
+    for accumulation in (parts["accumulation"], parts.get("of_head", parts["accumulation"])):
+        accumulation.done = 1
+    if covered:
+        assert freeze(contract.capture(step=1)).tree["of_head"]["gradients"].keys() == {"weight", "bias"}
+        return
+    stray = "head.weight, head.bias" if takes_part else "parameter 0 of second, parameter 1 of second"
+    with pytest.raises(ContractError, match=f"update is unfinished, and the gradients of {stray} would be lost"):
+        contract.capture(step=1)
+    second.zero_grad(set_to_none=False)
+    contract.capture(step=1)  # a gradient of zeros is none
+
+
+class Loader(Holder):
+    "As torchdata's loader: a number of workers, and a state that is for it."
+
+    def __init__(self, num_workers):
+        self.num_workers = num_workers
+        snapshot = {"_main_snapshot": {"_num_workers": num_workers}, "_worker_snapshots": {}}
+        super().__init__(**({"_snapshot": snapshot} if num_workers else {"_num_yielded": 3, "_index": 3}))
+
+
+@pytest.mark.parametrize("loader", ["own", "torchdata"])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1), (2, 2), (0, 0)])
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_state_of_a_loader_with_another_number_of_workers_is_refused(loader, before, after, ended):
+    def build(workers):
+        if loader == "own":
+            return Loader(workers)
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+        return torchdata.StatefulDataLoader(range(8), batch_size=2, num_workers=workers)
+
+    first, second = build(before), build(after)
+    if loader == "torchdata":
+        batches = iter(first)
+        next(batches)
+        if ended:
+            list(batches)
+    saved = freeze(Contract(loader=first).capture(step=0))
+    contract = Contract(loader=second)
+    if before == after:
+        contract.restore(saved)
+        return
+    message = f"loader.num_workers: checkpoint {before}, here {after}; build the participants as"
+    for call in (contract.check, contract.restore):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            call(saved)
 
 
 @pytest.mark.parametrize(("change", "message"), [
