@@ -427,6 +427,15 @@ def _strike(trace: Trace, stop: Interruption) -> None:
         signal.pause()  # the signal is on its way; nothing more is done
 
 # %% ../nbs/07_equivalence.ipynb #cell-044
+class _Here(threading.local):
+    "Where a thread is: a save in the background has a step of its own, while the run goes on to the next."
+
+    step = 0  # under way, or last completed; in a thread that saves, the step that is saved
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}  # disk operations of this step by kind
+
+# %% ../nbs/07_equivalence.ipynb #cell-045
 class Witness:
     "Stands in a run's process: writes down what it sees, and stops the run where it was told to."
 
@@ -438,8 +447,7 @@ class Witness:
     ) -> None:
         self.attempt, self.trace = attempt, Trace(attempt.trace)
         self.contract: Contract | None = None
-        self.step = 0  # under way, or last completed
-        self._counts: dict[str, int] = {}  # disk operations of this step by kind
+        self._here = _Here()
         self._watch: StepWatch | None = None
         self._auditor: Auditor | None = None
         self._undeclared: dict[str, dict[str, str]] = {}  # as last written
@@ -451,7 +459,7 @@ class Witness:
         run: object = None,  # whose contract it is; what it leads to is looked at
     ) -> None:
         "Note where the attempt begins, who takes part, and in which environment."
-        self.contract, self.step = contract, step
+        self.contract, self._here.step, self._here.counts = contract, step, {}
         if self.attempt.observe:
             self._watch, self._auditor = StepWatch(contract, self._forward), Auditor(run, contract)
         kinds = {name: _kind_of(contract.participants[name]) for name in _computation_order(contract)}
@@ -496,13 +504,14 @@ class Witness:
         "Called before each forward pass of a participant: the second in training, the first in evaluation are places."
         if number == (2 if training else 1):
             name = _REACHED[0] if training else _REACHED[1]
-            self.trace.write("place", step=self.step, name=name)
-            self.boundary(name, self.step)
+            self.trace.write("place", step=self._here.step, name=name)
+            self.boundary(name, self._here.step)
 
     def boundary(self, name: str, step: int) -> None:  # name: one of `BOUNDARIES`; step under way, counted from 1
         "Called by the loop at each of its boundaries; may not return."
-        if step != self.step:
-            self.step, self._counts = step, {}
+        here = self._here
+        if step > here.step or (step != here.step and name == "during_write"):  # a publication may be told of later
+            here.step, here.counts = step, {}
         if name == "after_publication":
             self.trace.write("published", step=step)
         stop = self.attempt.stop
@@ -511,14 +520,15 @@ class Witness:
 
     def operation(self, name: str, moment: str) -> None:  # kind of disk operation; "before" or "after" it
         "Called around each disk operation; may not return."
+        step, counts = self._here.step, self._here.counts
         if moment == "before":
-            self._counts[name] = self._counts.get(name, 0) + 1
-            self.trace.write("operation", step=self.step, name=name, occurrence=self._counts[name])
-        here = Interruption(self.step, "during_write", "sigkill", name, self._counts[name], moment)
+            counts[name] = counts.get(name, 0) + 1
+            self.trace.write("operation", step=step, name=name, occurrence=counts[name])
+        here = Interruption(step, "during_write", "sigkill", name, counts[name], moment)
         if self.attempt.stop == here:
             _strike(self.trace, here)
 
-# %% ../nbs/07_equivalence.ipynb #cell-045
+# %% ../nbs/07_equivalence.ipynb #cell-046
 class WatchedDisk(Disk):
     "The real disk, with a witness called before and after each operation."
 
@@ -560,7 +570,7 @@ def _write_state(
             file.seek(offset)
             file.write(chunk)
 
-# %% ../nbs/07_equivalence.ipynb #cell-047
+# %% ../nbs/07_equivalence.ipynb #cell-048
 class Driver(Protocol):
     "Starts or resumes one kind of run in this very process; must be picklable to be used in a child process."
 
@@ -568,7 +578,7 @@ class Driver(Protocol):
         "Run until the attempt's interruption or the end, calling the witness at each boundary."
         ...
 
-# %% ../nbs/07_equivalence.ipynb #cell-048
+# %% ../nbs/07_equivalence.ipynb #cell-049
 def _checked_run(
     run: object,  # what `make_run` returned
 ) -> RestartableRun:
@@ -590,7 +600,7 @@ def _restored_step(
     counted = contract.step  # not the file's step where the progress itself was left out
     return restored.step if counted is None else counted
 
-# %% ../nbs/07_equivalence.ipynb #cell-049
+# %% ../nbs/07_equivalence.ipynb #cell-050
 @dataclass(frozen=True)
 class ContractDriver:
     "Drives any `RestartableRun` through a `CheckpointStore`."
@@ -646,7 +656,7 @@ def _require_counted(contract: Contract, step: int) -> None:
             raise ContractError(f"advance() did one step, from {step - 1} to {step}, but progress counts {part.step}: "
                                 "call progress.record(...) in advance(), once for each step")
 
-# %% ../nbs/07_equivalence.ipynb #cell-051
+# %% ../nbs/07_equivalence.ipynb #cell-052
 @dataclass(frozen=True)
 class TrainingDriver:
     "Drives this lab's `train`: the real loop with its metrics log, its saves and its signal handling."
@@ -667,7 +677,7 @@ class TrainingDriver:
                     raise
                 witness.trace.write("stopped", signal=stopped.signal)
 
-# %% ../nbs/07_equivalence.ipynb #cell-052
+# %% ../nbs/07_equivalence.ipynb #cell-053
 @contextmanager
 def _dropping(
     names: Sequence[str],  # participants; none changes nothing
@@ -707,7 +717,7 @@ def _restores_watched(
     finally:
         setattr(Contract, "restore", original)  # noqa: B010
 
-# %% ../nbs/07_equivalence.ipynb #cell-054
+# %% ../nbs/07_equivalence.ipynb #cell-055
 @dataclass(frozen=True)
 class Ended:
     "How one attempt ended, and what its witness wrote."
@@ -742,7 +752,7 @@ def _attempt_here(
         witness.close()
     return True
 
-# %% ../nbs/07_equivalence.ipynb #cell-056
+# %% ../nbs/07_equivalence.ipynb #cell-057
 def _attempt_in_child(
     driver: Driver,  # what to run
     attempt: Attempt,  # which part of it
@@ -784,7 +794,7 @@ def like_a_fresh_process() -> Iterator[None]:
         RandomGenerators().load_state_dict(generators)
         torch.set_num_threads(threads)
 
-# %% ../nbs/07_equivalence.ipynb #cell-057
+# %% ../nbs/07_equivalence.ipynb #cell-058
 # torch.optim imports torch._dynamo on first use, which takes a second: once in the server, not once in each child.
 _PRELOADED = ("fault_tolerant_transformer_lab.equivalence", "torch._dynamo")
 
@@ -814,7 +824,7 @@ def _check_picklable(
         raise TypeError(f"make_run: expected something that can be sent to a child process, got {name} "
                         f"({type(error).__name__}); {remedy}") from error
 
-# %% ../nbs/07_equivalence.ipynb #cell-058
+# %% ../nbs/07_equivalence.ipynb #cell-059
 class _Child:
     "A process that runs one attempt. Only one thread may start and reap: two would race for the exit status."
 
@@ -855,7 +865,7 @@ def _run_here(driver: Driver, attempt: Attempt) -> Ended:
         fine = _attempt_here(driver, attempt)
     return Ended(0 if fine else 1, read_trace(attempt.trace))
 
-# %% ../nbs/07_equivalence.ipynb #cell-060
+# %% ../nbs/07_equivalence.ipynb #cell-061
 _Path: TypeAlias = Generator[Attempt, Ended, Any]
 
 
@@ -866,7 +876,7 @@ def _following(path: _Path, ended: Ended | None) -> Any:
     except StopIteration as stop:
         return stop.value
 
-# %% ../nbs/07_equivalence.ipynb #cell-061
+# %% ../nbs/07_equivalence.ipynb #cell-062
 @dataclass
 class Bench:
     "Runs attempts, each in a fresh process, forked from a server that has imported torch and computed nothing."
@@ -914,7 +924,7 @@ class Bench:
                 child.kill()
         return [results[index] for index in range(len(paths))]
 
-# %% ../nbs/07_equivalence.ipynb #cell-062
+# %% ../nbs/07_equivalence.ipynb #cell-063
 @dataclass(frozen=True)
 class Route:
     "A run as it is planned: where it is interrupted, and what is left out at the resume."
@@ -980,7 +990,7 @@ class Trail:
                     published = max(published, line["step"])
         return lost
 
-# %% ../nbs/07_equivalence.ipynb #cell-064
+# %% ../nbs/07_equivalence.ipynb #cell-065
 def follow(
     route: Route,  # what to do
     workspace: Path,  # a folder for all routes
@@ -1039,7 +1049,7 @@ def _judge(
         return False, f"{stop}: the run did not stop at SIGTERM" if struck else f"{stop} was never reached"
     return (True, "") if ended.exitcode == 0 else (True, f"the process died with exit status {ended.exitcode}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-074
+# %% ../nbs/07_equivalence.ipynb #cell-075
 _MOST_TOLD = 200  # paths of one step that a report lists
 
 
@@ -1072,7 +1082,7 @@ class Divergence:
         size = f" ({', '.join(values)})" if values else ""
         return f"{when}: {self.where}{size}; suspect {self.suspect}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-075
+# %% ../nbs/07_equivalence.ipynb #cell-076
 def records(
     ended: Ended,  # an attempt
 ) -> Iterator[Record]:  # of its start and of each step, each with the whole of what is undeclared
@@ -1129,7 +1139,7 @@ def _evidence(
     return told | {"differing": list(found[:_MOST_TOLD]), "n_differing": len(found),
                    "compared": len(line.get("state", {}))}
 
-# %% ../nbs/07_equivalence.ipynb #cell-077
+# %% ../nbs/07_equivalence.ipynb #cell-078
 def forgotten(
     reference: dict[int, Record],  # the uninterrupted run by step
     trail: Trail,  # a resumed one
@@ -1151,7 +1161,7 @@ def forgotten(
             found |= dict.fromkeys(f"generator {name}" for name in lost)
     return list(found)
 
-# %% ../nbs/07_equivalence.ipynb #cell-079
+# %% ../nbs/07_equivalence.ipynb #cell-080
 def final_checkpoint(
     trail: Trail,  # of a run that ended
 ) -> Path | None:  # None where nothing was published
@@ -1198,7 +1208,7 @@ def _measured(
             return replace(found, max_abs=difference.max_abs, max_ulp=difference.max_ulp, share=difference.share)
     return found
 
-# %% ../nbs/07_equivalence.ipynb #cell-087
+# %% ../nbs/07_equivalence.ipynb #cell-088
 @dataclass(frozen=True)
 class Wishes:
     "What to interrupt and how; the arguments that `prove_restart` and `prove_training` share."
@@ -1215,7 +1225,7 @@ class Wishes:
     points: Sequence[tuple[Interruption, ...]] = ()  # these runs, and none else
     expendable: Sequence[str] = ()  # paths of undeclared state that may be lost
 
-# %% ../nbs/07_equivalence.ipynb #cell-088
+# %% ../nbs/07_equivalence.ipynb #cell-089
 def _chosen_steps(
     interrupt_at: str | Iterable[int],  # "every", or steps counted from 1
     steps: int,  # length of the run
@@ -1253,7 +1263,7 @@ def _chosen_boundaries(
         raise ValueError(f"boundaries: expected some of {', '.join(PLACES)}, got {', '.join(map(repr, wrong))}")
     return wished
 
-# %% ../nbs/07_equivalence.ipynb #cell-091
+# %% ../nbs/07_equivalence.ipynb #cell-092
 def disk_interruptions(
     direct: Trail,  # an uninterrupted run, whose disk operations are on record
     steps: Sequence[int],  # whose saves may be interrupted
@@ -1293,7 +1303,7 @@ def chains(
             found[way, step] = tuple(links)
     return list(found.values())
 
-# %% ../nbs/07_equivalence.ipynb #cell-092
+# %% ../nbs/07_equivalence.ipynb #cell-093
 def recovery(
     saved: set[int],  # steps after which the run publishes
     steps: int,  # length of the run
@@ -1348,7 +1358,7 @@ def _route(
     shared = first.how == "clean" and (direct.folder / f"at-{first.step}").is_dir()
     return Route(name, stops, drop, after=first.step if shared else 0, horizon=horizon)
 
-# %% ../nbs/07_equivalence.ipynb #cell-096
+# %% ../nbs/07_equivalence.ipynb #cell-097
 @dataclass(frozen=True)
 class Row:
     "One recovered run against the uninterrupted one."
@@ -1396,7 +1406,7 @@ def _columns(
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)
 
-# %% ../nbs/07_equivalence.ipynb #cell-097
+# %% ../nbs/07_equivalence.ipynb #cell-098
 @dataclass(frozen=True)
 class Proof:
     "What was compared and what was found. `raise_if_different` turns anything but equivalence into an error."
@@ -1459,7 +1469,7 @@ class Proof:
                  "not_exercised": list(self.not_exercised), **self.facts}
         return json.dumps(plain, indent=2, allow_nan=False)
 
-# %% ../nbs/07_equivalence.ipynb #cell-098
+# %% ../nbs/07_equivalence.ipynb #cell-099
 def _places(stops: Sequence[Interruption]) -> str:
     "Name the places of a chain, the boundary once where it is the same at each step."
     if len(stops) > 1 and len({stop.boundary for stop in stops}) == 1:
@@ -1505,7 +1515,7 @@ def _compare(direct: Trail, trail: Trail, steps: int) -> Row:
     divergence = seen[0] if seen else final_divergence(direct, trail) if whole else None
     return replace(row, outcome="different", divergence=divergence) if divergence else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-099
+# %% ../nbs/07_equivalence.ipynb #cell-100
 @dataclass
 class Prover:
     "The engine: runs, interrupts, resumes and compares one kind of run."
@@ -1567,7 +1577,7 @@ class Prover:
         if not self.keep:
             shutil.rmtree(trail.folder)
 
-# %% ../nbs/07_equivalence.ipynb #cell-101
+# %% ../nbs/07_equivalence.ipynb #cell-102
 def uninterrupted(
     prover: Prover,  # with an empty workspace
 ) -> tuple[Trail, Row]:  # the first run, and what the second one says of it
@@ -1611,7 +1621,7 @@ def measure(
     dumps = [dump for trail in trails for dump in sorted(trail.folder.glob("*.safetensors"))]
     return replace(row, divergence=_measured(row.divergence, *dumps)) if len(dumps) == 2 else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-103
+# %% ../nbs/07_equivalence.ipynb #cell-104
 def _participant_kind(
     reference: dict[int, Record],  # an uninterrupted run by step
     path: str,  # of a leaf
@@ -1652,7 +1662,7 @@ def _learns(
     return not names or any(record["state"][path] != reference[0]["state"][path]
                             for record in reference.values() for path in names if path in record["state"])
 
-# %% ../nbs/07_equivalence.ipynb #cell-104
+# %% ../nbs/07_equivalence.ipynb #cell-105
 def _weigh(
     rows: Sequence[Row],  # of recovered runs
     knockouts: Sequence[Knockout],  # may be empty
@@ -1700,7 +1710,7 @@ def _weigh(
     silent = [knocked.participant for knocked in knockouts if not knocked.noticed]
     return Verdict.EQUIVALENT, told + (f"; not exercised: {', '.join(silent)}" if silent else "")
 
-# %% ../nbs/07_equivalence.ipynb #cell-105
+# %% ../nbs/07_equivalence.ipynb #cell-106
 def prove(
     prover: Prover,  # with an empty workspace
     wishes: Wishes,  # what to interrupt
@@ -1760,7 +1770,7 @@ def cost(
     told["proof"] = round(spent["direct"] + spent.get("recovered", 0.0), 3)
     return told | {"all": round(sum(spent.values()), 3), "bound": 4.0 if wishes.horizon else prover.steps / 2 + 3}
 
-# %% ../nbs/07_equivalence.ipynb #cell-106
+# %% ../nbs/07_equivalence.ipynb #cell-107
 def _compared(begun: Record) -> dict[str, int]:
     "Count the tensors and values of each participant that were compared after every step."
     names = [participant_of(path) for path in begun.get("state", {})]
@@ -1792,7 +1802,7 @@ def _told_of(
             "description": begun[0].get("description") if begun else None,
             "environment": begun[0]["environment"] if begun else None}
 
-# %% ../nbs/07_equivalence.ipynb #cell-107
+# %% ../nbs/07_equivalence.ipynb #cell-108
 def _usable_cores() -> int:  # at least 1
     "Count the cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1884,7 +1894,7 @@ def _check_numbers(**numbers: int) -> None:
     if min(numbers.values()) < 1:
         raise ValueError(f"{', '.join(numbers)}: expected at least 1, got {', '.join(map(str, numbers.values()))}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-108
+# %% ../nbs/07_equivalence.ipynb #cell-109
 def _middle_steps(
     steps: int,  # length of the run
     save_every: int,  # steps between its checkpoints

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fault_tolerant_transformer_lab"
 ROOMS = ["config", "model", "data", "contract", "larger_state", "checkpoint_file", "staging", "publication", "ledger",
          "interval", "training", "observation", "suspects", "equivalence", "diagnosis", "certificate", "report",
-         "script_proof", "crashes", "lora", "distributed", "sharded", "elastic", "launch", "goodput", "cli"]  # the command line delegates to all of them
+         "script_proof", "mutations", "crashes", "lora", "distributed", "sharded", "elastic", "launch", "goodput",
+         "cli"]  # the command line delegates to all of them
 
 
 def in_a_fresh_interpreter(code: str) -> dict:
