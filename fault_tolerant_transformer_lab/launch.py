@@ -11,6 +11,7 @@ __all__ = ['LOST_A_PEER', 'RankSession', 'build_run', 'resume_as_wished', 'diges
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,9 +157,14 @@ def resume_as_wished(
     "Restore what is there, or begin; the same decision on every rank. A collective."
     store, run = session.store, session.run
     there = agree(lambda: len(store.generations()) if run.ranks.is_first else 0, store._group)[0]
+    aside = agree(lambda: _set_aside_in(store.directory) if run.ranks.is_first else [], store._group)[0]
     if resume == "never" and there:
         raise TrainingError(f"{place_of(store.directory)}: expected no checkpoints with resume='never', found {there}; "
                             "use another folder, or resume='auto' to go on")
+    if not there and aside:
+        raise NoCheckpointError(f"{place_of(store.directory)} holds checkpoints and none can be used ({aside[0]} was "
+                                "set aside); put a sound copy back, or start over in another directory: nothing is "
+                                "started over silently", empty=False)
     if not there:
         if resume == "must" or step is not None:
             raise NoCheckpointError(f"{place_of(store.directory)}: expected a checkpoint to resume from, found none; "
@@ -174,6 +180,11 @@ def resume_as_wished(
     session.resumed_from, session.checkpoint, session.saved = restored.step, restored.path, restored.step
     session.state_digest = digest_of_checkpoint(restored.path)
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
+
+
+def _set_aside_in(directory: Path) -> list[str]:
+    pattern = re.compile(r"step-[0-9]+(\.safetensors)?\.(corrupt|rewound)(-[0-9]+)?")
+    return sorted(filter(pattern.fullmatch, os.listdir(directory)))
 
 
 def digest_of_checkpoint(

@@ -46,7 +46,12 @@ def test_wishes_about_resuming_are_held_against_what_is_there(tmp_path):
         run_ranks(result_of(tmp_path / "a", parallel="fsdp", resume="never"), 2)
     back = run_ranks(result_of(tmp_path / "a", parallel="fsdp", resume_from=2), 2)
     assert [rank[:2] for rank in back] == [[4, 2]] * 2
-    assert "step-00000004.rewound" in os.listdir(tmp_path / "a" / "checkpoints")
+    checkpoints = tmp_path / "a" / "checkpoints"
+    assert "step-00000004.rewound" in os.listdir(checkpoints)
+    for name in ("step-00000002", "step-00000004"):
+        (checkpoints / name).rename(checkpoints / f"{name}.corrupt")
+    with pytest.raises(RankFailure, match="none can be used .* nothing is started over silently"):
+        run_ranks(result_of(tmp_path / "a", parallel="fsdp"), 2)
 
 
 def test_another_world_is_refused_by_name_and_goes_on_where_it_is_accepted(tmp_path):
