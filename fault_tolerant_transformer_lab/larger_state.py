@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'PRECISIONS', 'AVERAGES', 'OPTIMIZERS', 'LAZY', 'ACCUMULATIONS', 'GENERATORS', 'STEP_LOADERS',
-           'PLAIN_LOADERS', 'STATEFUL_LOADERS', 'PLAIN', 'KINDS', 'System', 'examples', 'Moment', 'Difference',
-           'follow', 'first_difference', 'Kind', 'Row', 'start', 'resume', 'measure', 'AugmentedBatches', 'Watcher']
+           'PLAIN_LOADERS', 'STATEFUL_LOADERS', 'PLAIN', 'CUDA', 'KINDS', 'System', 'examples', 'Moment', 'Difference',
+           'follow', 'first_difference', 'Kind', 'measurable', 'Row', 'start', 'resume', 'measure', 'AugmentedBatches',
+           'Watcher']
 
 # %% ../nbs/03a_larger_state.ipynb #cell-007
 import importlib
@@ -13,6 +14,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,33 +139,57 @@ def _same_bits(a: Any, b: Any) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
 
 
+def _within(path: str, others: tuple[str, ...]) -> bool:
+    return any(path == other or path.startswith((f"{other}.", f"{other}[")) for other in others)
+
+
 def first_difference(
     expected: list[Moment],  # of one run
     found: list[Moment],  # of another, from the same step on
-    outside: str | None = None,  # a participant whose leaves are passed over
+    outside: tuple[str, ...] = (),  # paths of participants or leaves that are passed over, with all below them
 ) -> Difference | None:  # None where all is equal to the bit
     "Compare two runs after every step."
     for here, there in zip(expected, found, strict=True):
         paths = [*here.leaves, *(path for path in there.leaves if path not in here.leaves)]
         for path in paths:
             leaves = here.leaves.get(path, Moment), there.leaves.get(path, Moment)  # the class where there is none
-            if path.split(".")[0] != outside and not _same_bits(*leaves):
+            if not _within(path, outside) and not _same_bits(*leaves):
                 return Difference(here.step, path)
     return None
 
 # %% ../nbs/03a_larger_state.ipynb #cell-016
 @dataclass(frozen=True)
 class Kind:
-    "One kind of state: a run that needs it, and what is lost to show that it matters."
+    "One kind of state: a run that needs it, and what is lost to show that it matters. Raises `ValueError`."
 
     name: str  # as the table shows it
     build: Callable[[int], System]  # from the completed steps of the checkpoint that it will continue, 0 for none
-    lost: str  # the participant that is lost, or a description of what `lose` does
+    lost: str = ""  # the participant that is lost, or a description of what `lose` or `without` does
     lose: Callable[[System], object] | None = None  # for a part of a participant: put it back to a new process's
+    inside: tuple[str, ...] = ()  # paths that `lose` changes, where a difference is no evidence
+    without: Callable[[int], System] | None = None  # builds the run that lacks it, where that is not state
     rebuild: Callable[[int], System] | None = None  # builds the resumed run, where it is built otherwise
     stop: int = 5  # completed steps when the run is stopped
     steps: int = 9  # of the whole run
     resumes: bool = True  # False for a kind that no contract can resume, and which must be caught
+    instead: str = ""  # for such a kind: the name of one that resumes
+    needs: str = ""  # "cuda", or a package that may be missing
+
+    def __post_init__(self) -> None:
+        if not self.resumes and (self.lost or self.lose or self.without):
+            raise ValueError(f"{self.name}: expected nothing to lose where nothing resumes, got lost={self.lost!r}; "
+                             "leave out lost=, lose= and without=")
+        if self.lose and not self.inside:
+            raise ValueError(f"{self.name}: expected inside= beside lose=; name the paths that it changes")
+
+
+def measurable(
+    kind: Kind,  # any
+) -> bool:
+    "Whether this machine has what a kind needs."
+    if kind.needs == "cuda":
+        return torch.cuda.is_available()
+    return not kind.needs or find_spec(kind.needs) is not None
 
 
 @dataclass(frozen=True)
@@ -171,13 +198,18 @@ class Row:
 
     kind: Kind
     resumed: Difference | None  # None where the resumed run is equal to the bit, in every step
-    knocked_out: Difference | None  # where the run without it first differs, elsewhere if anywhere; None: not caught
-    first_loss: int | None  # the first step whose loss is another one without it; None where none is
+    knocked_out: Difference | None  # where the run without it first differs, outside of it; None: not noticed
+    first_loss: int | None  # the first step whose loss is another one, without it or caught; None where none is
 
     @property
     def proven(self) -> bool:
-        "Whether the state came back exactly, and would have been missed."
-        return (self.resumed is None) is self.kind.resumes and self.knocked_out is not None
+        "Whether the state came back exactly, and would have been missed elsewhere."
+        return self.kind.resumes and self.resumed is None and self.knocked_out is not None
+
+    @property
+    def caught(self) -> bool:
+        "Whether a kind that no contract can resume was found out."
+        return not self.kind.resumes and self.resumed is not None
 
 # %% ../nbs/03a_larger_state.ipynb #cell-018
 def start(
@@ -198,8 +230,10 @@ def resume(
 ) -> list[Moment]:  # after each of the remaining steps
     "Build the run anew as another process would, restore it, and finish it. Seeds the global generators."
     RandomGenerators().seed(99)
-    system = (kind.rebuild or kind.build)(kind.stop)
-    names = set(system.contract.participants) - ({kind.lost} if without and kind.lose is None else set())
+    otherwise = kind.without if without else None
+    system = (otherwise or kind.rebuild or kind.build)(kind.stop)
+    whole = not without or bool(kind.lose or kind.without)  # all participants come back
+    names = set(system.contract.participants) - (set() if whole else {kind.lost})
     if len(names) == len(system.contract.participants):
         system.contract.restore(saved)
     else:
@@ -212,15 +246,15 @@ def resume(
 def measure(
     kind: Kind,  # any
 ) -> Row:
-    "Train three times: uninterrupted, resumed, and resumed without the state in question."
+    "Train uninterrupted, resumed, and, for a kind that resumes, without the state in question."
     with generators_undisturbed():
         direct, saved = start(kind)
         expected = follow(direct, kind.steps - kind.stop)
-        resumed, knocked_out = (resume(kind, saved, without) for without in (False, True))
-    losses = [here.step for here, there in zip(expected, knocked_out, strict=True) if here.loss != there.loss]
-    elsewhere = first_difference(expected, knocked_out, outside=kind.lost)
-    return Row(kind, first_difference(expected, resumed), elsewhere or first_difference(expected, knocked_out),
-               losses[0] if losses else None)
+        resumed = resume(kind, saved)
+        lacking = resume(kind, saved, without=True) if kind.resumes else resumed
+    losses = [here.step for here, there in zip(expected, lacking, strict=True) if here.loss != there.loss]
+    missed = first_difference(expected, lacking, kind.inside or (kind.lost,)) if kind.resumes else None
+    return Row(kind, first_difference(expected, resumed), missed, losses[0] if losses else None)
 
 # %% ../nbs/03a_larger_state.ipynb #cell-024
 _Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -276,13 +310,13 @@ def _in_float16(at: int) -> System:
     return System(_step, model=model, optimizer=optimizer, scaler=scaler)
 
 
-def _in_bfloat16(at: int) -> System:
+def _in_bfloat16(autocast: bool, at: int) -> System:  # autocast: False computes in float32
     "AdamW under bfloat16 autocast, with dropout."
     model = _network(nn.Dropout(0.3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def _step(step: int) -> float:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             return _descend(model, optimizer, step)
 
     return System(_step, model=model, optimizer=optimizer, rng=RandomGenerators())
@@ -290,7 +324,8 @@ def _in_bfloat16(at: int) -> System:
 
 PRECISIONS = (
     Kind("GradScaler, float16, overflow on the way", _in_float16, lost="scaler"),
-    Kind("bfloat16 autocast", _in_bfloat16, lost="optimizer"),
+    Kind("bfloat16 autocast", partial(_in_bfloat16, True), lost="autocast (float32)",
+         without=partial(_in_bfloat16, False)),
 )
 
 # %% ../nbs/03a_larger_state.ipynb #cell-034
@@ -302,19 +337,29 @@ def _averaged(swa: bool, at: int) -> System:  # swa: stochastic weight averaging
         average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
         more: dict[str, Any] = {"ema": average}
     else:
-        more = {"swa": swa_utils.AveragedModel(model),
-                "scheduler": swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=4)}
+        average = swa_utils.AveragedModel(model)
+        more = {"swa": average, "scheduler": swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=4)}
+    average.eval()
+    quality = SimpleNamespace(loss=None)
 
     def _step(step: int) -> float:
         loss = _descend(model, optimizer, step)
         if not swa:
-            more["ema"].update_parameters(model)
+            average.update_parameters(model)
         elif step >= 3:  # the average begins after a few steps, with a schedule of its own
-            more["swa"].update_parameters(model)
+            average.update_parameters(model)
             more["scheduler"].step()
+        quality.loss = _evaluated(average)
         return loss
 
-    return System(_step, model=model, optimizer=optimizer, **more)
+    return System(_step, model=model, optimizer=optimizer, **more, quality=PlainState(quality))
+
+
+def _evaluated(model: nn.Module) -> float:
+    "Loss on examples that no step trains on."
+    inputs, targets = examples(1000)
+    with torch.no_grad():
+        return F.mse_loss(model(inputs), targets).item()
 
 
 class _RandomFeatures(nn.Module):
@@ -342,9 +387,10 @@ AVERAGES = (
     Kind("EMA (AveragedModel)", partial(_averaged, False), lost="ema"),
     Kind("SWA (AveragedModel and SWALR)", partial(_averaged, True), lost="swa"),
     Kind("BatchNorm running statistics", partial(_averaged, False), lost="running statistics (reset)",
-         lose=lambda system: system.part("model")[1].reset_running_stats()),
+         lose=lambda system: system.part("model")[1].reset_running_stats(),
+         inside=("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked")),
     Kind("non-persistent buffer, rebuilt", _with_random_features, lost="the same buffer (drawn anew)",
-         lose=lambda system: system.part("model")[1].features.normal_()),
+         lose=lambda system: system.part("model")[1].features.normal_(), inside=("model.1.features",)),
     Kind("SWALR, the schedule of the average", partial(_averaged, True), lost="scheduler"),
 )
 
@@ -462,8 +508,8 @@ def _accumulating(declared: bool, save: bool, at: int) -> System:  # declared: w
 
 ACCUMULATIONS = (
     Kind("accumulated gradients", partial(_accumulating, True, True), lost="accumulation", stop=6, steps=12),
-    Kind("accumulated gradients, not declared", partial(_accumulating, False, True), lost="optimizer", stop=6, steps=12,
-         resumes=False),
+    Kind("accumulated gradients, not declared", partial(_accumulating, False, True), stop=6, steps=12, resumes=False,
+         instead="accumulated gradients"),
 )
 
 # %% ../nbs/03a_larger_state.ipynb #cell-052
@@ -516,11 +562,11 @@ def _unseeded(kind: str) -> Any:
 
 GENERATORS = (
     Kind("Python's global generator", partial(_drawing, lambda _: random.gauss(0, 1), None), lost="Python's generator",
-         lose=lambda system: random.seed(99)),
+         lose=lambda system: random.seed(99), inside=("rng",)),
     Kind("NumPy's global generator", partial(_drawing, lambda _: float(np.random.randn()), None),
-         lost="NumPy's generator", lose=lambda system: np.random.seed(99)),
+         lost="NumPy's generator", lose=lambda system: np.random.seed(99), inside=("rng",)),
     Kind("torch's global generator", partial(_drawing, lambda _: float(torch.randn(())), None),
-         lost="torch's generator", lose=lambda system: torch.manual_seed(99)),
+         lost="torch's generator", lose=lambda system: torch.manual_seed(99), inside=("rng",)),
     Kind("random.Random", partial(_drawing, lambda own: own.gauss(0, 1), partial(_unseeded, "python")),
          lost="noise"),
     Kind("numpy.random.Generator",
@@ -532,14 +578,15 @@ GENERATORS = (
 
 # %% ../nbs/03a_larger_state.ipynb #cell-056
 class AugmentedBatches(Dataset[tuple[Tensor, Tensor]]):
-    "The batches of a step-keyed source with noise that is keyed by (seed, step, sample), as a dataset indexed by step."
+    "The batches of a step-keyed source with noise, keyed by (seed, step, sample), as a dataset indexed by step."
 
     def __init__(
         self,
         batches: StepBatches,  # one micro-batch a step
         scale: float,  # standard deviation of the noise
+        keyed: bool = True,  # False draws it from NumPy's global generator, of whichever process prepares the batch
     ) -> None:
-        self.batches, self.scale = batches, scale
+        self.batches, self.scale, self.keyed = batches, scale, keyed
 
     def __getitem__(
         self,
@@ -548,22 +595,23 @@ class AugmentedBatches(Dataset[tuple[Tensor, Tensor]]):
         "Prepare the step's batch, in whichever process."
         [batch] = self.batches[step]
         seed, (n_samples, block) = self.batches.seed, batch.inputs_BT.shape
-        noise = np.stack([sample_generator(seed, step, i).normal(size=block) for i in range(n_samples)])
+        generators = [sample_generator(seed, step, i) if self.keyed else np.random for i in range(n_samples)]
+        noise = np.stack([generator.normal(size=block) for generator in generators])
         inputs = batch.inputs_BT.float() / 16 - 1
         return inputs + self.scale * torch.from_numpy(noise).float(), inputs.mean(1, keepdim=True)
 
 
-def _augmented() -> AugmentedBatches:
+def _augmented(keyed: bool) -> AugmentedBatches:
     stream = TokenStream(SyntheticReader(32), 2000, vocab_size=32, kind="synthetic", tokenizer="none", split={},
                          about={})
-    return AugmentedBatches(StepBatches(stream, block_size=6, batch_size=8, seed=3), scale=0.1)
+    return AugmentedBatches(StepBatches(stream, block_size=6, batch_size=8, seed=3), scale=0.1, keyed=keyed)
 
 
 def _step_loader(
-    first: int, last: int, workers: int, own_generator: bool, ahead: int = 2
+    first: int, last: int, workers: int, own_generator: bool, ahead: int = 2, keyed: bool = True
 ) -> Iterator[tuple[Tensor, Tensor]]:  # ahead: batches that each worker prepares before they are asked for
     "The batches of the steps from `first` on, before `last`, each keyed by its step."
-    return iter(DataLoader(_augmented(), batch_size=None, sampler=range(first, last), num_workers=workers,
+    return iter(DataLoader(_augmented(keyed), batch_size=None, sampler=range(first, last), num_workers=workers,
                            prefetch_factor=ahead if workers else None,
                            generator=torch.Generator() if own_generator else None,
                            multiprocessing_context="fork" if workers else None))
@@ -588,18 +636,22 @@ def _train_on(batches: Callable[[int], Iterator[Any]], **more: Any) -> System:  
     return System(_step, model=model, optimizer=optimizer, rng=RandomGenerators(), **more)
 
 
-def _loading(workers: int, own_generator: bool, early: bool, at: int) -> System:
+def _loading(workers: int, at: int, own_generator: bool = True, early: bool = False, keyed: bool = True) -> System:
     "Step-keyed batches; `early` makes the iterator when the run is built, and so before a restore."
-    made = _step_loader(at, 9, workers, own_generator) if early else None
-    return _train_on(lambda step: made or _step_loader(step, 9, workers, own_generator))
+    make = partial(_step_loader, last=9, workers=workers, own_generator=own_generator, keyed=keyed)
+    made = make(at) if early else None
+    return _train_on(lambda step: made or make(step))
 
 
 STEP_LOADERS = (
-    *(Kind(f"step-keyed DataLoader, {before} then {after} workers", partial(_loading, before, True, False),
-           rebuild=partial(_loading, after, True, False), lost="progress")
+    *(Kind(f"step-keyed DataLoader, {before} then {after} workers", partial(_loading, before),
+           rebuild=partial(_loading, after), lost="the noise's key", without=partial(_loading, after, keyed=False))
       for before, after in ((0, 1), (1, 2), (2, 4), (4, 0))),
-    Kind("worker seeds drawn from torch's generator", partial(_loading, 0, False, False), lost="rng", resumes=False),
-    Kind("the same, iterator made before the restore", partial(_loading, 0, False, True), lost="rng"),
+    Kind("noise from the workers' own generators", partial(_loading, 2, keyed=False), resumes=False,
+         instead="step-keyed DataLoader, 1 then 2 workers"),
+    Kind("worker seeds drawn from torch's generator", partial(_loading, 0, own_generator=False), resumes=False,
+         instead="worker seeds drawn before the restore"),
+    Kind("worker seeds drawn before the restore", partial(_loading, 0, own_generator=False, early=True), lost="rng"),
 )
 
 # %% ../nbs/03a_larger_state.ipynb #cell-061
@@ -635,17 +687,20 @@ def _stateful(workers: int, own_sampler: bool) -> Callable[[int], System]:
 
 PLAIN_LOADERS = (
     Kind("plain shuffled DataLoader, mid-epoch",
-         partial(_shuffled, partial(DataLoader, _EPOCH, 2, shuffle=True), False), lost="rng", stop=6, resumes=False),
+         partial(_shuffled, partial(DataLoader, _EPOCH, 2, shuffle=True), False), stop=6, resumes=False,
+         instead="StatefulDataLoader, sampler's own generator"),
 )
 STATEFUL_LOADERS = (
-    Kind("StatefulDataLoader, sampler's own generator", _stateful(0, True), lost="loader", stop=6, steps=10),
-    Kind("StatefulDataLoader, one generator", _stateful(0, False), lost="loader", stop=6, steps=10, resumes=False),
-    Kind("StatefulDataLoader, 2 workers", _stateful(2, False), lost="loader", stop=6, steps=10),
+    Kind("StatefulDataLoader, sampler's own generator", _stateful(0, True), lost="loader", stop=6, steps=10,
+         needs="torchdata"),
+    Kind("StatefulDataLoader, one generator", _stateful(0, False), stop=6, steps=10, resumes=False,
+         instead="StatefulDataLoader, sampler's own generator", needs="torchdata"),
+    Kind("StatefulDataLoader, 2 workers", _stateful(2, False), lost="loader", stop=6, steps=10, needs="torchdata"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-064
+# %% ../nbs/03a_larger_state.ipynb #cell-066
 class Watcher:
-    "Asks for a smaller learning rate after two losses that were not the best."
+    "Asks for a smaller learning rate after two losses in a row that were not the best, and counts anew."
 
     def __init__(self) -> None:
         self.best, self.bad = float("inf"), 0
@@ -658,9 +713,9 @@ class Watcher:
         "Take a loss into account."
         if loss < self.best:
             self.best, self.best_step, self.bad = loss, step, 0
-        else:
-            self.bad += 1
-        return self.bad > 0 and self.bad % 2 == 0
+            return False
+        self.bad = (self.bad + 1) % 2
+        return self.bad == 0
 
 
 def _watched(at: int) -> System:
@@ -680,8 +735,14 @@ def _watched(at: int) -> System:
 
 PLAIN = (Kind("counters and best values (PlainState)", _watched, lost="watcher"),)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-070
+# %% ../nbs/03a_larger_state.ipynb #cell-071
+CUDA = (
+    Kind("CUDA's generator", partial(_drawing, lambda _: float(torch.randn((), device="cuda")), None),
+         lost="CUDA's generator", lose=lambda system: torch.cuda.manual_seed_all(99), inside=("rng",), needs="cuda"),
+)
+
+# %% ../nbs/03a_larger_state.ipynb #cell-073
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (
     *SCHEDULES, *PRECISIONS, *AVERAGES, *OPTIMIZERS, *LAZY, *ACCUMULATIONS, *GENERATORS, *STEP_LOADERS, *PLAIN_LOADERS,
-    *STATEFUL_LOADERS, *PLAIN,
+    *STATEFUL_LOADERS, *PLAIN, *CUDA,
 )}

@@ -3,20 +3,27 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from fault_tolerant_transformer_lab import larger_state
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint
-from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, RandomGenerators, generators_undisturbed
+from fault_tolerant_transformer_lab.contract import (
+    CheckpointMismatchError,
+    PlainState,
+    RandomGenerators,
+    generators_undisturbed,
+)
 from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
 from fault_tolerant_transformer_lab.larger_state import (
     KINDS,
@@ -27,9 +34,11 @@ from fault_tolerant_transformer_lab.larger_state import (
     Difference,
     Kind,
     System,
+    Watcher,
     examples,
     first_difference,
     follow,
+    measurable,
     measure,
     resume,
     start,
@@ -37,7 +46,7 @@ from fault_tolerant_transformer_lab.larger_state import (
 from fault_tolerant_transformer_lab.publication import CheckpointStore
 from fault_tolerant_transformer_lab.training import deterministic
 
-HERE = [kind for kind in KINDS.values() if kind not in STATEFUL_LOADERS or find_spec("torchdata")]
+HERE = [kind for kind in KINDS.values() if measurable(kind)]
 IN_THIS_PROCESS = [kind for kind in HERE if kind not in (*STEP_LOADERS, *PLAIN_LOADERS, *STATEFUL_LOADERS)]
 pytestmark = pytest.mark.filterwarnings("ignore")  # some of torch's schedules warn of themselves
 
@@ -61,14 +70,59 @@ def by_name(kind: Kind) -> str:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=by_name)
 def test_a_kind_of_state_resumes_to_the_bit_and_is_missed_when_it_is_lost(kind):
-    if kind in STATEFUL_LOADERS:
-        pytest.importorskip("torchdata.stateful_dataloader")
+    if not measurable(kind):
+        pytest.skip(f"needs {kind.needs}")
     row = measure(kind)
-    assert row.proven
+    assert (row.proven, row.caught) == (kind.resumes, not kind.resumes)
     if kind.resumes:
         assert row.resumed is None
     else:
         assert row.resumed is not None and row.resumed.step > kind.stop
+        assert KINDS[kind.instead].resumes
+
+
+def nothing(system):
+    "Loses nothing."
+
+
+@pytest.mark.parametrize("kind", [k for k in HERE if k not in STEP_LOADERS or "1 then 2" in k.name], ids=by_name)
+def test_no_row_can_be_proven_by_losing_nothing(kind):
+    if kind.resumes:
+        row = measure(replace(kind, lose=nothing, lost="nothing", inside=("nothing",), without=None))
+        assert row.resumed is None and row.knocked_out is None and not row.proven and not row.caught
+    else:
+        with pytest.raises(ValueError, match="expected nothing to lose where nothing resumes, got lost='nothing'"):
+            replace(kind, lose=nothing, lost="nothing")
+        row = measure(kind)
+        assert row.knocked_out is None and not row.proven
+        assert not measure(replace(kind, resumes=True, instead="")).proven  # nor by calling it resumable
+
+
+@pytest.mark.parametrize("name", ["accumulated gradients", "worker seeds drawn before the restore",
+                                  "StatefulDataLoader, sampler's own generator"])
+def test_a_kind_that_resumes_is_not_caught(name):
+    if measurable(KINDS[name]):
+        row = measure(replace(KINDS[name], resumes=False, lost=""))
+        assert row.resumed is None and not row.caught and not row.proven
+
+
+def test_the_notebook_shows_every_kind_in_the_order_of_the_table():
+    notebook = json.loads((Path(__file__).parents[1] / "nbs" / "03a_larger_state.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    shown = re.findall(r"^\s*show\((.*)\)$", "\n".join(cells), re.MULTILINE)
+    assert all(re.fullmatch(r"\*[A-Z_]+", argument) for argument in shown), shown  # no row of the page alone
+    tuples = [getattr(larger_state, argument[1:]) for argument in shown]
+    assert [kind.name for kinds in tuples for kind in kinds] == list(KINDS)
+
+
+def test_what_a_machine_lacks_is_not_measured(monkeypatch):
+    cuda = KINDS["CUDA's generator"]
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert measurable(cuda) is there
+    assert not measurable(Kind("", lambda at: None, needs="no_such_package_here"))
+    assert all(measurable(kind) for kind in KINDS.values() if not kind.needs)
+    assert [kind.name for kind in KINDS.values() if kind.needs == "torchdata"] == [k.name for k in STATEFUL_LOADERS]
 
 
 def test_the_kinds_are_those_that_were_promised():
@@ -78,11 +132,12 @@ def test_the_kinds_are_those_that_were_promised():
                 "amsgrad", "before the first step", "frozen layer that thaws", "accumulated gradients", "Python's",
                 "NumPy's global", "numpy.random.Generator", "torch's global", "torch.Generator", "in each layer",
                 "0 then 1 workers", "1 then 2 workers", "2 then 4 workers", "4 then 0 workers", "StatefulDataLoader",
-                "plain shuffled DataLoader", "PlainState"]  # fmt: skip
+                "plain shuffled DataLoader", "PlainState", "CUDA's generator"]  # fmt: skip
     assert [name for name in promised if not any(name in kind for kind in KINDS)] == []
     assert ("Muon, with AdamW" in KINDS) is hasattr(torch.optim, "Muon")
     assert {kind.name for kind in KINDS.values() if not kind.resumes} == {
         "accumulated gradients, not declared", "worker seeds drawn from torch's generator",
+        "noise from the workers' own generators",
         "plain shuffled DataLoader, mid-epoch", "StatefulDataLoader, one generator",
     }  # fmt: skip
 
@@ -278,7 +333,8 @@ def on_cuda(what, at):
 @pytest.mark.parametrize("what", ["generator", "scaler", "capturable", "fused"])
 def test_a_run_on_cuda_resumes_to_the_bit_and_its_state_is_missed(what):
     lose = {"generator": lambda system: torch.cuda.manual_seed_all(99)}.get(what)
-    kind = Kind(what, partial(on_cuda, what), lost="scaler" if what == "scaler" else "optimizer", lose=lose)
+    kind = Kind(what, partial(on_cuda, what), lost="scaler" if what == "scaler" else "optimizer", lose=lose,
+                inside=("rng",))
     with deterministic():
         assert measure(kind).proven
 
@@ -308,6 +364,36 @@ def small_run(momentum=0.9, after=lambda step: None):
 def test_a_loss_that_changes_nothing_is_no_proof():
     row = measure(Kind("no momentum", small_run(momentum=0), lost="optimizer"))
     assert (row.resumed, row.knocked_out, row.proven) == (None, None, False)
+
+
+def with_onlooker(reads):
+    "A run with a counter that is state, and that the run may or may not read."
+
+    def build(at):
+        onlooker = SimpleNamespace(calls=1)
+        system = small_run(momentum=0)(at)
+        sgd, model = system.part("optimizer"), system.part("model")
+
+        def step(number):
+            onlooker.calls += 1
+            sgd.param_groups[0]["lr"] = 0.1 / (onlooker.calls if reads else 1)
+            return descend(model, sgd, number)
+
+        return System(step, model=model, optimizer=sgd, onlooker=PlainState(onlooker))
+
+    return build
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_participant_that_matters_to_nothing_is_no_proof(reads):
+    kind = Kind("onlooker", with_onlooker(reads), lost="onlooker")
+    row = measure(kind)
+    assert row.resumed is None and row.proven is reads
+    by_part = replace(kind, lost="calls", inside=("onlooker.calls",),
+                      lose=lambda system: setattr(system.part("onlooker").obj, "calls", 1))
+    assert measure(by_part).proven is reads
+    with pytest.raises(ValueError, match="expected inside= beside lose="):
+        replace(by_part, inside=())
 
 
 def test_a_run_that_is_not_deterministic_is_no_proof():
@@ -353,7 +439,9 @@ def test_two_runs_are_compared_by_bits(change):
     difference = first_difference(expected, found)
     path = {"type": "optimizer.param_groups[0].momentum", "more": "optimizer.extra"}.get(change, "model.bias")
     assert difference == Difference(2, path)
-    assert first_difference(expected, found, outside=path.split(".")[0]) is None
+    assert first_difference(expected, found, outside=(path.split(".")[0],)) is None
+    assert first_difference(expected, found, outside=(path,)) is None
+    assert first_difference(expected, found, outside=(path[:-1], path.split(".")[0][:-1])) == difference
 
 
 @pytest.mark.parametrize("kind", SCHEDULES, ids=by_name)
@@ -371,12 +459,20 @@ def test_a_schedule_that_is_one_step_off_is_found_in_the_rates(kind, by):
         def shift(system):
             system.part("scheduler").num_bad_epochs += by
 
-    row = measure(replace(kind, lost="the position", lose=shift))
+    off = replace(kind, lost="the position", lose=shift, inside=("scheduler",))
+    row = measure(off)
     assert row.resumed is None and row.knocked_out is not None
     run, saved = start(kind)
     rates = [moment.rates for moment in follow(run, kind.steps - kind.stop)]
     assert [moment.rates for moment in resume(kind, saved)] == rates
-    assert [moment.rates for moment in resume(replace(kind, lost="the position", lose=shift), saved, True)] != rates
+    assert [moment.rates for moment in resume(off, saved, True)] != rates
+
+
+def test_a_watcher_asks_after_two_losses_in_a_row_and_counts_anew():
+    watcher = Watcher()
+    losses = [5, 6, 4, 6, 6, 6, 6, 3, 7, 7, 7]
+    asked = [step for step, loss in enumerate(losses) if watcher.see(loss, step)]
+    assert asked == [4, 6, 9] and (watcher.best, watcher.best_step) == (3, 7)
 
 
 # What is refused
@@ -394,6 +490,19 @@ def test_a_run_that_has_not_added_its_group_yet_is_refused_and_untouched():
     early_saved = start(replace(kind, stop=2))[1]
     with pytest.raises(CheckpointMismatchError, match="param_groups: checkpoint 1 groups, here 2 groups"):
         late.contract.restore(early_saved)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_a_stateful_loader_with_another_number_of_workers_is_refused_and_untouched(before, after):
+    pytest.importorskip("torchdata.stateful_dataloader")
+    saved = start(Kind("", larger_state._stateful(before, True), stop=2))[1]
+    other = larger_state._stateful(after, True)(2)
+    weights = {name: value.clone() for name, value in other.part("model").state_dict().items()}
+    message = f"loader.num_workers: checkpoint {before}, here {after}"
+    with pytest.raises(CheckpointMismatchError, match=message):
+        other.contract.restore(saved)
+    assert all(torch.equal(value, weights[name]) for name, value in other.part("model").state_dict().items())
+    other.advance()
 
 
 def test_ways_of_computing_the_same_moments_are_not_exchanged():
