@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fault_tolerant_transformer_lab import publication
 from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, verify
 from fault_tolerant_transformer_lab.contract import CheckpointError
 from fault_tolerant_transformer_lab.crashes import (
@@ -18,9 +19,12 @@ from fault_tolerant_transformer_lab.crashes import (
     damage_everywhere,
     flips,
     forgeries,
+    greedy_reads,
     hostile_everywhere,
+    hostile_once,
     misplaced,
     peer_flips,
+    places_of,
     sealed,
     two_checkpoints,
     two_writers,
@@ -34,8 +38,7 @@ def test_every_damage_is_found_with_its_place_and_costs_no_memory(memory_dir, n_
     assert {row.fault: row.examples for row in rows.values() if row.lost} == {}
     assert rows["single-bit flips"].tried == n_flips
     assert rows["each byte of the header"].tried >= 4096
-    assert len(rows) == 12 and all(row.tried >= 5 for row in rows.values())
-    assert max(row.detail["MiB"] for row in rows.values()) < 64
+    assert len(rows) == 13 and all(row.tried >= 5 for row in rows.values())
 
 
 def test_damaged_files_differ_from_the_sound_one_and_forgeries_pass_the_digest(memory_dir):
@@ -66,6 +69,47 @@ def test_what_is_sealed_unchanged_is_sound_and_the_judge_says_so(memory_dir):
     assert "FileNotFoundError instead of a refusal" in undetected(memory_dir / "again")[0]
 
 
+def test_a_reader_that_never_says_where_or_blames_another_tensor_is_noticed(memory_dir):
+    def silent(path):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            raise CheckpointError("refused") from error
+
+    def blaming(path):
+        try:
+            verify(path)
+        except CheckpointCorruptError as error:
+            error.where = "another tensor"
+            raise
+
+    good, _ = two_checkpoints(memory_dir)
+    for reader, told in ((silent, "no place is named"), (blaming, "names 'another tensor', expected one of")):
+        for damage in flips(good, 20):
+            (memory_dir / "file").write_bytes(damage.data)
+            assert undetected(memory_dir / "file", places_of(good, damage.data)) == []
+            assert told in undetected(memory_dir / "file", places_of(good, damage.data), reader)[0]
+
+
+def test_a_place_is_where_the_header_says_that_the_bytes_are():
+    text = b'{"__metadata__":{},"a":{"data_offsets":[0,4]},"b":{"data_offsets":[4,8]}}'
+    good = len(text).to_bytes(8, "little") + text + b"aaaabbbb"
+    assert places_of(good, good[:-1] + b"x") == {"b"} and places_of(good, good[:-5] + b"xx" + good[-3:]) == {"a", "b"}
+    assert "header" in places_of(good, good[:9] + b"x" + good[10:]) and "length" in places_of(good, good[:-1])
+
+
+def test_a_greedy_reader_is_noticed_after_a_higher_peak_too(memory_dir):
+    def greedy(path):
+        taken = b"x" * (80 << 20)
+        verify(path)
+        return taken
+
+    assert len(b"x" * (300 << 20)) == 300 << 20
+    assert greedy_reads(memory_dir / "sound").lost == 0
+    tried = greedy_reads(memory_dir / "greedy", greedy)
+    assert tried.lost == tried.tried == 44 and "MiB were taken" in tried.examples[0]
+
+
 def test_peers_load_flipped_files_without_a_word(memory_dir):
     for counts in peer_flips(memory_dir, 100).values():
         assert counts["flips"] == 100 and counts["loaded"] >= 95
@@ -83,6 +127,18 @@ def test_hostile_names(memory_dir, not_run):
     if tried.not_run:
         not_run(tried.not_run)
     assert tried.tried == 15
+
+
+def test_a_reader_that_follows_a_link_to_a_sound_checkpoint_is_noticed(memory_dir, monkeypatch):
+    monkeypatch.setattr(publication, "_regular", lambda generation: generation.path.resolve())
+    wrong = hostile_once(memory_dir, "a symbolic link", "a checkpoint's name")
+    assert "step 3 was taken from outside" in wrong
+
+
+def test_a_forked_child_that_keeps_the_lock_of_its_killed_parent_is_noticed(memory_dir, monkeypatch):
+    monkeypatch.setattr(publication.WriterLock, "forget", lambda lock: None)
+    tried = two_writers(memory_dir, rounds=1)
+    assert tried.lost == 1 and "a dead holder's forked child keeps the lock" in tried.examples[0]
 
 
 def test_copies_with_any_timestamps_restore_the_same(memory_dir):

@@ -1,10 +1,17 @@
 """A save killed at every operation: before it, in its middle, after it."""
 
+import errno
+import os
+import select
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
+from fault_tolerant_transformer_lab import publication
 from fault_tolerant_transformer_lab.crashes import (
+    ERRNOS,
     Expectation,
     FailingDisk,
     Found,
@@ -15,6 +22,8 @@ from fault_tolerant_transformer_lab.crashes import (
     in_child,
     in_parallel,
     kill_everywhere,
+    start_child,
+    untold,
     violations,
 )
 from fault_tolerant_transformer_lab.publication import PublicationError, RecordingDisk
@@ -76,3 +85,64 @@ def test_a_sync_that_is_tried_again_is_noticed(memory_dir):
     [k] = [k for k, record in enumerate(counted.records) if record.name == "fsync"]
     wrong = fail_once(store, 0, Stubborn(k, "EIO"))
     assert "fsync was tried again" in wrong and "no error was raised" in wrong
+
+    class Busy(Stubborn):
+        def fsync(self, fd):
+            try:
+                FailingDisk.fsync(self, fd)
+            except PublicationError:
+                self.truncate(fd, os.fstat(fd).st_size)
+                FailingDisk.fsync(self, fd)
+
+    assert "fsync was tried again" in fail_once(memory_dir / "busy", 0, Busy(k, "EIO")), "with something in between"
+
+
+def test_a_temporary_that_stays_after_an_error_is_noticed(memory_dir, monkeypatch):
+    counted = RecordingDisk()
+    continue_example(memory_dir / "counted", 1, counted)
+    k = next(k for k, record in enumerate(counted.records) if record.name == "fsync")
+    assert fail_once(memory_dir / "sound", 0, FailingDisk(k, "EIO")) == []
+    monkeypatch.setattr(publication, "_discard", lambda *anything: None)
+    [wrong] = fail_once(memory_dir / "broken", 0, FailingDisk(k, "EIO"))
+    assert wrong == ".step-00000001.safetensors.tmp is left after the error"
+
+
+@pytest.mark.parametrize("code", ERRNOS)
+def test_an_error_without_its_remedy_is_noticed(code, monkeypatch):
+    told = PublicationError("fsync", Path("x/file"), OSError(getattr(errno, code), "reason"))
+    assert untold(told, ("fsync", Path("x/file")), code) == []
+    told.remedy = ""
+    assert "does not tell remedy" in untold(told, ("fsync", Path("x/file")), code)[0]
+
+
+def test_a_child_ends_with_its_parent_and_workers_end_with_the_first_that_fails(memory_dir):
+    def parent():
+        start_child(lambda: os.write(telling, str(os.getpid()).encode()) and time.sleep(600))
+        select.select([told], [], [])
+        signal.raise_signal(signal.SIGKILL)
+
+    def worker(number, n):
+        if number == 0:
+            os.read(told, 1)
+            raise ValueError("the first one")
+        os.write(telling, b"x" + str(os.getpid()).encode())
+        time.sleep(600)
+
+    told, telling = os.pipe()
+    assert in_child(parent).signal == signal.SIGKILL
+    pids = [int(os.read(told, 16))]
+    with pytest.raises(RuntimeError, match="the first one"):
+        in_parallel(worker, 2)
+    pids.append(int(os.read(told, 16)))
+    for _ in range(500):
+        if not any(lives(pid) for pid in pids):
+            break
+        time.sleep(0.01)
+    assert [lives(pid) for pid in pids] == [False, False]
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,5 +1,6 @@
 """Real power cuts on real file systems, real failing disks, a real OOM kill; what is not permitted here says so."""
 
+import errno
 import os
 
 import pytest
@@ -11,17 +12,19 @@ from fault_tolerant_transformer_lab.crashes import (
     REAL_FAULTS,
     RECIPE,
     CuttingDisk,
+    FileSystemKind,
     Peer,
     WithoutDirectorySync,
     WithoutFileSync,
     fail_really,
-    in_child,
+    kills_counted,
     out_of_memory,
     peer_cuts,
     power_cuts,
-    private_mounts,
     sync_again,
+    with_private_mounts,
 )
+from fault_tolerant_transformer_lab.publication import Generations
 
 
 @pytest.mark.parametrize("saves", [3, pytest.param(10, marks=pytest.mark.long)])
@@ -90,15 +93,54 @@ def test_real_faults_of_the_kernel_are_told_and_cost_nothing(memory_dir, not_run
 def test_a_second_fsync_succeeds_over_lost_bytes(memory_dir, not_run):
     "Why a failed fsync is never tried again."
     def again():
-        private_mounts()
         result = sync_again(memory_dir)
         return [list(result.syncs), result.lost]
 
-    ended = in_child(again)
-    if ended.status:
-        not_run(ended.said.splitlines()[-1])
-    syncs, lost = ended.value()
+    found, reason = with_private_mounts(again)
+    if reason:
+        not_run(reason)
+    syncs, lost = found
     assert lost and syncs[0] in ("ENOSPC", "EIO") and "" in syncs[1:]
+
+
+def test_a_reader_that_fails_is_lost_and_not_filed_as_not_run(memory_dir, not_run, monkeypatch):
+    def fails(reader):
+        raise OSError(errno.EIO, "the reader fails")
+
+    monkeypatch.setattr(Generations, "latest", fails)
+    [tried] = power_cuts(memory_dir, 1, FILE_SYSTEMS[:1])
+    if tried.not_run:
+        not_run(tried.not_run)
+    assert tried.lost == tried.tried >= 10 and "the reader fails" in tried.examples[0]
+
+
+def test_a_peer_that_cannot_save_or_load_at_all_is_an_error_and_no_loss(memory_dir, not_run):
+    def broken(*anything):
+        raise TypeError("a mistake of ours")
+
+    _, reason = with_private_mounts(lambda: None)
+    if reason:
+        not_run(reason)
+    works = PEERS[0]
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        peer_cuts(memory_dir / "save", 1, FILE_SYSTEMS[:1], [Peer("mine", broken, works.load)])
+    with pytest.raises(RuntimeError, match="mine loads nothing of what it has just saved"):
+        peer_cuts(memory_dir / "load", 1, FILE_SYSTEMS[:1], [Peer("mine", works.save, broken)])
+
+
+def test_what_the_machine_does_not_permit_is_not_run_with_its_reason(memory_dir, not_run):
+    _, reason = with_private_mounts(lambda: None)
+    if reason:
+        not_run(reason)
+    unknown = FileSystemKind("unknown", ("mkfs.of-no-file-system",), 16, "")
+    [tried] = power_cuts(memory_dir / "cuts", 1, [unknown])
+    assert (tried.tried, tried.lost) == (0, 0) and tried.not_run == "mkfs.of-no-file-system is not installed"
+    assert peer_cuts(memory_dir / "peers", 1, [unknown]) == "unknown: mkfs.of-no-file-system is not installed"
+
+
+def test_a_kill_that_the_kernel_does_not_count_is_no_oom_kill():
+    assert kills_counted("low 0\noom_kill 2\n") == 2
+    assert kills_counted("oom_kill 0\n") == kills_counted("oom_kill_disable 0\nunder_oom 0\n") == kills_counted("") == 0
 
 
 def test_an_oom_kill_in_a_save_costs_nothing(memory_dir, not_run):

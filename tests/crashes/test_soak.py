@@ -1,5 +1,11 @@
 """Random kills of real training runs, and the table."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from fault_tolerant_transformer_lab import crashes
@@ -57,6 +63,53 @@ def test_a_run_that_fails_by_itself_is_an_error_and_not_a_kill(memory_dir):
         attempt(SOAK, memory_dir / "run", Watched(), None)
 
 
+def test_a_checkpoint_of_a_step_that_no_attempt_has_computed_is_noticed(memory_dir, monkeypatch):
+    monkeypatch.setattr(crashes.random.Random, "uniform", lambda self, low, high: 600.0)
+    monkeypatch.setattr(Watched, "computed", property(lambda self: 1))
+    tried = soak(memory_dir / "soak", kills=CHAIN, config=SOAK.replace(steps=12), progress_bar=False)
+    assert "which was never saved" in " ".join(tried.examples)
+
+
+def test_lost_counts_kills_and_never_more_than_were_tried(memory_dir, monkeypatch):
+    monkeypatch.setattr(crashes, "broken_by_kills", lambda *anything: ["another state"])
+    tried = soak(memory_dir / "soak", kills=CHAIN, config=SOAK.replace(steps=12), progress_bar=False)
+    assert tried.tried == CHAIN and tried.lost == tried.detail["runs"] and "another state" in tried.examples[0]
+
+
+@pytest.mark.parametrize("campaign", ["soak", "crashtest"])
+def test_sigterm_leaves_no_process_and_no_folder(memory_dir, campaign):
+    program = f"""
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fault_tolerant_transformer_lab.crashes import crashtest, soak
+place = Path({str(memory_dir)!r})
+print("ready", flush=True)
+if {campaign!r} == "soak":
+    soak(place / "soak", kills=100_000, n_workers=2, progress_bar=False)
+else:
+    crashtest(scale="full", only=["soak"], directory=place, progress_bar=False)
+"""
+    done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert done.stdout.readline() == "ready\n"
+    for _ in range(3000):
+        if len(list(memory_dir.rglob("metrics.jsonl"))) >= 2:  # the reference is through, a worker has begun
+            break
+        time.sleep(0.02)
+    assert list(memory_dir.iterdir())
+    done.send_signal(signal.SIGTERM)
+    assert done.wait(60) == 128 + signal.SIGTERM
+    for _ in range(500):
+        try:
+            os.killpg(done.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.02)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(done.pid, 0)
+    assert list(memory_dir.iterdir()) == []
+
+
 def test_the_watched_child_tells_where_it_is():
     watched = Watched()
     watched("after_publication", 7)
@@ -73,6 +126,12 @@ def test_the_table_counts_what_was_tried_lost_and_not_run():
     assert report.lost == 2 and report.to_plain()["lost"] == 2
     report.uncaught.append("no fsync")
     assert report.lost == 3 and "NOT CAUGHT" in report.table()
+
+
+def test_what_our_own_store_loses_beside_the_peers_counts_as_lost():
+    assert Report("quick", peers={"CheckpointStore": {"ext4": {"old": 10}}}).lost == 10
+    peers = {"torch.save": {"ext4": {"old": 10}}, "CheckpointStore": {"ext4": {"new": 9}}}
+    assert Report("quick", peers=peers).lost == 0
 
 
 def test_a_recorded_report_is_read_again_and_names_what_was_left_out():

@@ -92,6 +92,13 @@ def test_a_failed_fsync_leaves_blocks_that_no_later_fsync_writes():
     assert file.variants() == [b"y"], "a block that is written again is written again"
 
 
+def test_a_failed_close_leaves_bytes_that_no_sync_has_made_certain():
+    written = op("create", "a"), op("write", "a", data=b"xy", offset=0), op("fsync", "a"), op("sync_directory", ".")
+    assert states("weak", *written, op("close", "a")) == {(("a", b"xy"),)}
+    found = states("weak", *written, op("close", "a", error="EIO"))
+    assert {(("a", b""),), (("a", b"\0\0"),), (("a", b"xy"),)} < found
+
+
 def test_failed_operations_change_nothing():
     assert states("weak", op("unlink", "a", error="EIO"), files={"a": b"x"}) == {(("a", b"x"),)}
 
@@ -109,7 +116,10 @@ def test_each_missing_line_is_caught(memory_dir, mutant):
         "no temporary name": "published and not whole: step-00000005",
         "rename before fsync": "published and not whole: step-00000005",
         "retention before publication": "2 whole checkpoints, expected 3",
+        "retention before the directory sync": "2 whole checkpoints, expected 3",
+        "no fsync above a new directory": "acknowledged step 1 is lost: a reader gets nothing",
         "fsync retried": "acknowledged step 5 is lost",
+        "error of close not believed": "acknowledged step 5 is lost",
     }
     assert by_hand[mutant] in caught.wrong[0]
 
