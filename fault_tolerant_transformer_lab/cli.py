@@ -982,6 +982,7 @@ class ProveScript:
     steps: _OptionalNumber = None  # shortens the run to so many
     kills: _Words = ()  # kinds of kills: checkpoints, events, random, chain, disk-full; by default all
     max_checkpoints: _Whole = 8  # kills right after checkpoints, spread over the run
+    max_events: _Whole = 12  # kills before system calls of one save, one of each kind
     every_event: bool = False  # kill before every system call of every save, not before one of each kind
     random_kills: _Whole = 3  # at moments drawn from --seed
     chain: _Whole = 3  # kills in one run
@@ -1007,7 +1008,8 @@ class ProveScript:
                 resume_command=shell.split(self.resume_command) or None,
                 steps_flag=self.steps_flag, steps=self.steps,
                 kills=[kind.replace("disk-full", "disk full") for kind in self.kills] or KILLS,
-                max_checkpoints=self.max_checkpoints, every_event=self.every_event, random_kills=self.random_kills,
+                max_checkpoints=self.max_checkpoints, max_events=self.max_events, every_event=self.every_event,
+                random_kills=self.random_kills,
                 chain=self.chain, seed=self.seed, only=self.only, ignore=self.ignore, trust=self.trust,
                 directory=self.output, jobs=self.jobs, timeout=self.timeout)
         except ValueError as error:

@@ -630,8 +630,8 @@ def _regular(generation: Generation) -> Path:
         )
     if facts.st_nlink > 1:  # the other name may lie anywhere, and writing there would change this file
         raise CheckpointError(
-            f"{place_of(generation.path)} has {facts.st_nlink} names (hard links), and only files with one name are read "
-            "from a store: copy it (cp, then mv over this name), and copy for a backup too instead of linking"
+            f"{place_of(generation.path)} has {facts.st_nlink} names (hard links), and only files with one are read "
+            "from a store: copy it (cp, then mv over this name), and copy for a backup too"
         )
     if facts.st_uid not in (0, os.geteuid(), os.stat(generation.path.parent).st_uid):
         raise CheckpointError(

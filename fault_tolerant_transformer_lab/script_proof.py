@@ -1761,7 +1761,8 @@ def _again(command: Sequence[str], asked: Mapping[str, Any], name: str) -> str:
             words += [word for glob in ([value] if isinstance(value, str) else value)
                       for word in (f"--{option}", glob)]
         elif option in ("steps_flag", "steps", "seed", "resume_command") and value not in ("", None, 0):
-            words += [f"--{option.replace('_', '-')}", shlex.join(value) if option == "resume_command" else str(value)]
+            told = shlex.join(value) if option == "resume_command" else str(value)
+            words.append(f"--{option.replace('_', '-')}={told}")  # joined: the script's own flag begins with dashes
         elif option in ("trust", "every_event") and value:
             words.append(f"--{option.replace('_', '-')}")
     return shlex.join([*words, "--only", name, "--", *command])
