@@ -11,6 +11,7 @@ __all__ = ['DEFAULT_TARGETS', 'Layout', 'LoraConfig', 'LoraError', 'LoraLinear',
 # %% ../nbs/09_lora.ipynb #cell-003
 import json
 import math
+import sys
 import tempfile
 import time
 import warnings
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from glob import escape as literally
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import torch
 from blake3 import blake3
@@ -29,7 +31,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_as_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
+from torch.nn.utils.parametrize import is_parametrized
 
 from .checkpoint_file import read_manifest, state_digest
 from fault_tolerant_transformer_lab.config import (
@@ -117,14 +119,12 @@ class LoraLinear(nn.Linear):
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Parameter(drawn.to(base.weight))
         self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
-        self._kept: Tensor | None = None  # the base's weight, while another stands in its place
-        self._versions: tuple[int, ...] = ()  # of A and B when they were merged
-        self._guard: RemovableHandle | None = None  # refuses a state dict while merged
+        self._kept: tuple[Tensor, ...] = ()  # while merged: the base's weight, and A and B as they went into the sum
 
     @property
     def merged(self) -> bool:
         "Whether the weight holds base and adapter in one."
-        return self._kept is not None
+        return bool(self._kept)
 
     def forward(
         self,
@@ -137,31 +137,97 @@ class LoraLinear(nn.Linear):
         if self.training and torch.is_grad_enabled():
             raise LoraError("expected adapters that stand apart for training, got merged ones, which no gradient "
                             "reaches; call unmerge(model), or model.eval() to use it as it is")
-        if self._versions != (self.lora_A._version, self.lora_B._version):
+        if not all(map(_same_bits, self._kept[1:], (self.lora_A, self.lora_B))):
             raise LoraError("expected the adapters that were merged, got others: they were changed since; call "
                             "unmerge(model) and merge(model) again")
-        return y
+        return _without_gradient(y, self.lora_A, self.lora_B)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoraLinear":
+        "Move or convert what is kept along with the parameters."
+        super()._apply(fn, recurse)
+        self._kept = tuple(fn(tensor) for tensor in self._kept)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        "Refuse a state dict that would hold the adapter twice, added and beside."
+        if self.merged:
+            raise LoraError(f"{prefix.removesuffix('.')}: expected adapters that stand apart to be saved, got merged "
+                            "ones; call unmerge(model) first; merged_state(model) gives the sum")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        "Refuse values that would stand in the place of the sum, and be gone at `unmerge`."
+        _require_apart({prefix.removesuffix("."): self}, "to be loaded into")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 # %% ../nbs/09_lora.ipynb #cell-020
+def _require_apart(layers: Mapping[str, LoraLinear], to: str) -> None:
+    if merged := [name for name, layer in layers.items() if layer.merged]:
+        raise LoraError(f"expected adapters that stand apart {to}, got {len(merged)} merged ones ({merged[0]}); call "
+                        "unmerge(model) first")
+
+
+def _refuse_load(model: nn.Module, *arguments: Any) -> None:
+    "What a model calls before a state dict is loaded into it."
+    _require_apart(lora_layers(model), "to be loaded into")
+
+
+# Of torch's own modules these read the weight of a linear layer in them instead of calling it, the first in evaluation
+# mode only: an adapter beside that layer would be passed over without a word.
+_READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _oddity(layer: nn.Linear) -> str | None:
+    "What a linear layer does beside a linear map, and would no longer do once it is replaced; None for a plain one."
+    weight = layer._parameters.get("weight")
+    if is_parametrized(layer) or weight is None or not weight.is_floating_point():
+        return "a weight that is computed, or no floating-point parameter"
+    if layer._parameters.keys() != {"weight", "bias"} or layer._buffers or layer._modules:
+        return "tensors or modules beside weight and bias"
+    if any("_hooks" in name and isinstance(hooks, Mapping) and hooks for name, hooks in vars(layer).items()):
+        return "hooks"
+    return "a forward of its own" if "forward" in vars(layer) else None
+
+
+def _require_plain(modules: Sequence[tuple[str, nn.Module]], name: str, layer: nn.Linear) -> None:
+    "Refuse a layer that an adapted one cannot stand for."
+    remedy = "leave it out of targets"
+    if not name:
+        raise LoraError("expected a layer inside the model, got the model itself, which has nothing to be put into; "
+                        "wrap it: nn.Sequential(layer)")
+    if sum(module is layer for _, module in modules) > 1:
+        raise LoraError(f"{name}: expected a layer with one name, got one that is used under several; {remedy}, or "
+                        "give each place a layer of its own")
+    if odd := _oddity(layer):
+        raise LoraError(f"{name}: expected a plain linear layer, got one with {odd}; {remedy}, or take that off first")
+    for above, module in modules:
+        if isinstance(module, _READERS) and name.startswith(f"{above}." if above else ""):
+            raise LoraError(f"{name}: expected a layer that is called, got one inside {type(module).__name__}, which "
+                            f"reads its weight and passes an adapter over; {remedy}, or use a block that calls its "
+                            "layers")
+
+# %% ../nbs/09_lora.ipynb #cell-021
 def target_layers(
     model: nn.Module,  # any; linear layers are `nn.Linear` itself, no subclass
     targets: Sequence[str],  # shell patterns, matched against whole names
 ) -> list[str]:  # names, in the model's order
-    "Find the linear layers that patterns name. Raises `ConfigError` for a pattern that fits none."
+    """Find the linear layers that patterns name.
+
+    Raises `ConfigError` for a pattern that fits none, and `LoraError` for a layer that an adapted one cannot stand for:
+    used twice, hooked, with a computed weight, the model itself, or inside a module that reads weights.
+    """
     modules = list(model.named_modules(remove_duplicate=False))
-    linear = [name for name, module in modules if type(module) is nn.Linear]
+    linear = {name: module for name, module in modules
+              if type(module) is nn.Linear or (isinstance(module, nn.Linear) and is_parametrized(module))}
     if idle := [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]:
         raise ConfigError.of(Problem("targets", "patterns that fit a linear layer", shown(idle[0]),
                                      f"the linear layers are {shown(', '.join(linear) or 'none')}"))
-    chosen = [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]
-    objects = [id(module) for _, module in modules]
-    for name in chosen:
-        if objects.count(id(model.get_submodule(name))) > 1:
-            raise LoraError(f"{name}: expected a layer with one name, got one that is used under several; leave it out "
-                            "of targets, or give each place a layer of its own")
-    return chosen
+    chosen = {name: layer for name, layer in linear.items() if any(fnmatchcase(name, pattern) for pattern in targets)}
+    for name, layer in chosen.items():
+        _require_plain(modules, name, layer)
+    return list(chosen)
 
-
+# %% ../nbs/09_lora.ipynb #cell-022
 def lora_layers(
     model: nn.Module,  # any
 ) -> dict[str, LoraLinear]:  # by name; empty where there are none
@@ -175,28 +241,34 @@ def adapt(
     *,
     seed: int,  # the A of a layer is a function of this seed and of the layer's name
 ) -> list[str]:  # names of the layers that got an adapter
-    "Freeze a model and put an adapter beside each chosen layer. The model computes what it computed before."
+    """Freeze a model and put an adapter beside each chosen layer. The model computes what it computed before.
+
+    What `target_layers` refuses is refused with nothing changed. A state dict is never loaded into merged layers.
+    """
     if found := lora_layers(model):
         raise LoraError(f"expected a model without adapters, got one with {len(found)}; adapt a fresh copy of the base")
-    names = target_layers(model, config.targets)
-    model.requires_grad_(False)
-    for name in names:
+    beside = {}
+    for name in target_layers(model, config.targets):
         number = int.from_bytes(blake3(name.encode("utf-8")).digest(8), "little")
         key = int.from_bytes(keyed_bytes(8, "initial A of an adapter", seed, number), "little")
         generator = torch.Generator().manual_seed(key >> 1)
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        model.set_submodule(name, LoraLinear(base, rank=config.rank, alpha=config.alpha, generator=generator))
-    return names
+        beside[name] = LoraLinear(base, rank=config.rank, alpha=config.alpha, generator=generator)
+    model.requires_grad_(False)
+    for name, layer in beside.items():  # from here on nothing can fail
+        model.set_submodule(name, layer)
+    model.register_load_state_dict_pre_hook(_refuse_load)  # before the first tensor is loaded, not at the first layer
+    return list(beside)
 
-# %% ../nbs/09_lora.ipynb #cell-021
+# %% ../nbs/09_lora.ipynb #cell-023
 def n_trainable(
     model: nn.Module,  # any
 ) -> int:  # a tied parameter counts once
     "Count the numbers that training will change."
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-# %% ../nbs/09_lora.ipynb #cell-033
+# %% ../nbs/09_lora.ipynb #cell-036
 def _is_adapters(name: str, layers: Mapping[str, LoraLinear]) -> bool:
     "Whether a parameter is the A or the B of an adapter."
     layer, _, last = name.rpartition(".")
@@ -204,46 +276,65 @@ def _is_adapters(name: str, layers: Mapping[str, LoraLinear]) -> bool:
 
 
 def _merged_weight(layer: LoraLinear) -> Tensor:
-    "Base plus adapter: summed in float64, rounded once."
+    "Base plus adapter: summed in float64, then rounded to the weight's own type."
     a, b, w = (t.detach().cpu().double() for t in (layer.lora_A, layer.lora_B, layer.weight))
     return (w + (layer.alpha / layer.rank) * (b @ a)).to(layer.weight)
 
 
-def _refuse_state(layer: nn.Module, prefix: str, keep_vars: bool) -> None:
-    "What a state dict calls first while a layer is merged: it would hold the adapter twice, added and beside."
-    raise LoraError(f"{prefix.removesuffix('.')}: expected adapters that stand apart to be saved, got merged ones; "
-                    "call unmerge(model) first; merged_state(model) gives the sum")
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    "Whether two tensors have the same bits, also where those are no numbers. A counter would miss edits of `.data`."
+    sides = (tensor.detach().contiguous().view(torch.uint8) for tensor in (one, other))
+    return one.dtype == other.dtype and torch.equal(*sides)
 
 
 @torch.no_grad()
 def _merge_layer(layer: LoraLinear) -> None:
     "Put base plus adapter in the place of the weight, and keep the base aside."
-    kept = layer.weight.detach().clone()
+    kept = tuple(tensor.detach().clone() for tensor in (layer.weight, layer.lora_A, layer.lora_B))
     layer.weight.copy_(_merged_weight(layer))
-    layer._kept, layer._versions = kept, (layer.lora_A._version, layer.lora_B._version)
-    layer._guard = layer.register_state_dict_pre_hook(_refuse_state)
+    layer._kept = kept
 
 
 @torch.no_grad()
 def _unmerge_layer(layer: LoraLinear) -> None:
     "Put the base's own bits back: copied, not computed."
-    if layer._kept is not None and layer._guard is not None:
-        layer.weight.copy_(layer._kept)
-        layer._guard.remove()
-        layer._kept, layer._versions, layer._guard = None, (), None
+    if layer._kept:
+        layer.weight.copy_(layer._kept[0])
+        layer._kept = ()
 
-# %% ../nbs/09_lora.ipynb #cell-035
+# %% ../nbs/09_lora.ipynb #cell-038
+class _NoGradient(torch.autograd.Function):
+    "The same values, and an error where a gradient is asked to pass."
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # not used
+        y: Tensor,  # what the merged layer gave
+        *adapters: Tensor,  # those that would get no gradient
+    ) -> Tensor:  # y
+        "Pass values on."
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # not used
+        *gradients: Tensor,  # of the loss by y
+    ) -> Any:  # never
+        "Raise `LoraError`."
+        raise LoraError("expected adapters that stand apart for a backward pass, got merged ones, which no gradient "
+                        "reaches; call unmerge(model), or freeze the adapters as well")
+
+
+def _without_gradient(y: Tensor, *adapters: Tensor) -> Tensor:
+    wanted = torch.is_grad_enabled() and any(adapter.requires_grad for adapter in adapters)
+    return _NoGradient.apply(y, *adapters) if wanted else y
+
+# %% ../nbs/09_lora.ipynb #cell-040
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, of which there must be some."
     if layers := lora_layers(model):
         return layers
     raise LoraError("expected a model with adapters, got one without; call adapt(model, config, seed=...) first")
-
-
-def _require_apart(layers: Mapping[str, LoraLinear], to: str) -> None:
-    if merged := [name for name, layer in layers.items() if layer.merged]:
-        raise LoraError(f"expected adapters that stand apart {to}, got {len(merged)} merged ones ({merged[0]}); call "
-                        "unmerge(model) first")
 
 
 def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
@@ -259,7 +350,7 @@ def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
                             "since merging would change the other too; untie them first")
     return layers
 
-# %% ../nbs/09_lora.ipynb #cell-036
+# %% ../nbs/09_lora.ipynb #cell-041
 def merge(
     model: nn.Module,  # changed in place, also by `unmerge`
 ) -> None:
@@ -284,17 +375,20 @@ def merged_state(
     state = {name: tensor for name, tensor in model.state_dict().items() if not _is_adapters(name, layers)}
     return state | {f"{name}.weight": _merged_weight(layer) for name, layer in layers.items()}
 
-# %% ../nbs/09_lora.ipynb #cell-053
+# %% ../nbs/09_lora.ipynb #cell-060
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     "Parameters, and the buffers that a state dict holds, by name; a tied parameter once."
     saved = model.state_dict(keep_vars=True)
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
 
-# %% ../nbs/09_lora.ipynb #cell-054
+# %% ../nbs/09_lora.ipynb #cell-061
 def base_digest(
     model: nn.Module,  # with or without adapters, not merged
 ) -> str:  # 64 hexadecimal digits
-    "One digest over names, dtypes, shapes and bits of everything but the adapters: whose base this is."
+    """One digest over names, dtypes, shapes and bits of what a base's state dict holds: whose base this is.
+
+    Adapters are left out, and so are buffers that no state dict holds. A running mean that has moved is another base.
+    """
     layers = lora_layers(model)
     _require_apart(layers, "for a digest of the base")
     saved = _saved_tensors(model)
@@ -326,7 +420,7 @@ class AdapterState(nn.Module):
             else:
                 holder.register_buffer(last, tensor)
 
-# %% ../nbs/09_lora.ipynb #cell-058
+# %% ../nbs/09_lora.ipynb #cell-065
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
 
@@ -362,7 +456,7 @@ def tuning_run(
     "Make a `TuningRun` for `prove_restart`: `functools.partial(tuning_run, config=..., lora=...)`."
     return TuningRun(config, lora)
 
-# %% ../nbs/09_lora.ipynb #cell-067
+# %% ../nbs/09_lora.ipynb #cell-074
 _GPT2_MODULES = {
     "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head",
@@ -402,7 +496,7 @@ def gpt2_state(
             state[f"{gpt2_name(module)}.{last}"] = tensor.t().contiguous() if is_conv1d else tensor
     return state
 
-# %% ../nbs/09_lora.ipynb #cell-069
+# %% ../nbs/09_lora.ipynb #cell-076
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # What these say otherwise would make another function of the same tensors.
 _PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
@@ -433,15 +527,21 @@ def _renamer(layout: Layout) -> Callable[[str], str]:
         raise LoraError(f"layout: expected lab or gpt2, got {shown(layout)}")
     return gpt2_name if layout == "gpt2" else str
 
-# %% ../nbs/09_lora.ipynb #cell-070
+# %% ../nbs/09_lora.ipynb #cell-077
 def peft_files(
     model: nn.Module,  # with adapters, all of one rank and alpha
     *,
     layout: Layout = "lab",  # "gpt2" gives modules the names of Hugging Face's GPT-2
     base: str = "",  # name of the base model, for PEFT's `base_model_name_or_path`
 ) -> dict[str, bytes]:  # contents of the two files that PEFT loads, by name
-    "Write adapters down as PEFT does."
+    """Write adapters down as PEFT does, with the digest of the base as it is now, moved running means included.
+
+    Raises `LoraError` where anything beside the adapters trains, since the two files would not hold it.
+    """
     layers, rename = _adapted(model), _renamer(layout)
+    if others := [name for name, p in model.named_parameters() if p.requires_grad and not _is_adapters(name, layers)]:
+        raise LoraError(f"expected a model of which the adapters alone train, got {shown(others[0])} as well, which "
+                        "PEFT's files would not hold; save it with AdapterState, or freeze it as part of the base")
     kinds = {(layer.rank, layer.alpha) for layer in layers.values()}
     if len(kinds) > 1:
         raise LoraError(f"expected one rank and one alpha, got {shown(sorted(kinds))}; export each kind by itself")
@@ -471,7 +571,12 @@ def export_peft(
     for name, data in peft_files(model, layout=layout, base=base).items():
         write_atomically(Path(directory) / name, data)
 
-# %% ../nbs/09_lora.ipynb #cell-073
+# %% ../nbs/09_lora.ipynb #cell-080
+def _is_number(value: object) -> TypeGuard[int | float]:
+    "Whether a value out of JSON is a number; true is none."
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _peft_config(data: bytes) -> tuple[int, float]:
     "Rank and alpha of a PEFT configuration that describes plain LoRA, and nothing that computes otherwise."
     found = parse_json_object(data)
@@ -483,8 +588,9 @@ def _peft_config(data: bytes) -> tuple[int, float]:
         if found[name]:  # a setting of a later PEFT, and switched on
             raise _refuse_peft(name, None, found[name])
     rank, alpha = found.get("r"), found.get("lora_alpha")
-    if type(rank) is not int or not isinstance(alpha, int | float):
-        raise LoraError(f"adapter_config.json: expected numbers r and lora_alpha, got {shown(rank)} and {shown(alpha)}")
+    if type(rank) is not int or rank < 1 or not _is_number(alpha) or not 0 < alpha <= sys.float_info.max:
+        raise LoraError("adapter_config.json: expected numbers r and lora_alpha, above 0 and finite, got "
+                        f"{shown(rank)} and {shown(alpha)}")
     if dropout := found.get("lora_dropout"):
         warnings.warn(f"the adapters were trained with lora_dropout {dropout}, which this lab does not have: they "
                       "compute the same, but training would go on without it", stacklevel=3)
@@ -506,7 +612,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
                         f"this model has, got {shown(', '.join(odd[:3]) or 'nothing')}; check layout and base model")
     return {known[layer]: layer for layer in sorted(wanted)}
 
-# %% ../nbs/09_lora.ipynb #cell-074
+# %% ../nbs/09_lora.ipynb #cell-081
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
     found = [read_regular(directory / name) or b"" for name in _PEFT_FILES]
@@ -533,8 +639,28 @@ def _require_fit(model: nn.Module, layers: Mapping[str, str], tensors: Mapping[s
         shapes = [tuple(tensors[f"{there}.{part}.weight"].shape) for part in ("lora_A", "lora_B")]
         if shapes != (fits := [(rank, layer.in_features), (layer.out_features, rank)]):
             raise LoraError(f"{there}: expected A and B of shapes {fits}, got {shapes}; check the base model")
+        for part in ("lora_A", "lora_B"):
+            if not (given := tensors[f"{there}.{part}.weight"]).is_floating_point():
+                raise LoraError(f"{there}.{part}.weight: expected floating-point numbers, got {given.dtype}; only "
+                                "plain LoRA can be taken over")
 
-# %% ../nbs/09_lora.ipynb #cell-075
+
+def _warn_of_rounding(model: nn.Module, layers: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    "Say how many numbers the layers cannot hold as the file has them."
+    lost, kinds = 0, set[str]()
+    for name, there in layers.items():
+        held = model.get_parameter(f"{name}.weight").dtype
+        for part in ("lora_A", "lora_B"):
+            given = tensors[f"{there}.{part}.weight"]
+            changed = int(((given.to(held).to(given.dtype) != given) & ~given.isnan()).sum())
+            lost, kinds = lost + changed, kinds | ({f"{given.dtype} to {held}"} if changed else set())
+    if lost:
+        of = sum(tensor.numel() for tensor in tensors.values())
+        warnings.warn(f"{lost:,} of {of:,} numbers of the adapters are rounded, {' and '.join(sorted(kinds))}, since "
+                      "an adapter has the type of its layer: it computes otherwise than where it was trained; convert "
+                      "the base to the adapters' type first to keep them", stacklevel=3)
+
+# %% ../nbs/09_lora.ipynb #cell-082
 def import_peft(
     model: nn.Module,  # the base, without adapters; changed in place
     directory: Path | str,  # with the two files that PEFT writes
@@ -550,8 +676,11 @@ def import_peft(
     _require_fit(model, layers, tensors, rank)
     if not allow_other_base and digest not in (None, here := base_digest(model)):
         raise LoraError(f"expected adapters of this base, {here[:12]}, got those of {str(digest)[:12]}; load the base "
-                        "that they were trained on, or accept another function with allow_other_base=True")
-    config = LoraConfig(rank=rank, alpha=alpha, targets=tuple(layers))
+                        "that they were trained on, with the buffers (running means) that it had in the end, or accept "
+                        "another function with allow_other_base=True")
+    config = LoraConfig(rank=rank, alpha=alpha, targets=tuple(map(literally, layers)))
+    target_layers(model, config.targets)  # refuses what cannot be adapted before anything is said or changed
+    _warn_of_rounding(model, layers, tensors)
     adapt(model, config, seed=0)
     with torch.no_grad():
         for name, layer in lora_layers(model).items():
@@ -559,7 +688,7 @@ def import_peft(
             layer.lora_B.copy_(tensors[f"{layers[name]}.lora_B.weight"])
     return config
 
-# %% ../nbs/09_lora.ipynb #cell-080
+# %% ../nbs/09_lora.ipynb #cell-087
 @dataclass(frozen=True)
 class Arm:
     "One arm of the comparison, at its end."
@@ -568,21 +697,27 @@ class Arm:
     total_parameters: int  # tied ones once, adapters included
     losses: tuple[float, ...]  # of each step, before its update
     validation_loss: float | None  # after the last step; None where the data hold no part out
-    checkpoint_bytes: int  # size of the last checkpoint's file
+    checkpoint_bytes: int  # size of the last checkpoint's file; its header grows with the number of resumes
     state_bytes: dict[str, int]  # bytes of the tensors of each participant in it
-    seconds: float  # that this call trained and saved
-    steps_timed: int  # done by this call; fewer than all where it resumed
+    seconds: float | None  # of training and saving, in all calls; None where a call was lost before it noted its time
+    steps_done: int  # by this call; fewer than all where it resumed
     resumed_from: int | None  # step at which this call resumed; None for a fresh start
     base_digest: str  # of the weights at the start, without adapters
     batch_digest: str  # chained over all batches
     state_digest: str  # of the last checkpoint
 
+    @property
+    def tensor_bytes(self) -> int:
+        "Bytes of all tensors in a checkpoint, which are the same however often an arm was resumed."
+        return sum(self.state_bytes.values())
+
     def to_plain(self) -> dict[str, Any]:  # JSON data
         "The arm as it stands in the artifact."
         plain = asdict(self)
-        return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1]}
+        return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1],
+                        "tensor_bytes": self.tensor_bytes}
 
-# %% ../nbs/09_lora.ipynb #cell-081
+# %% ../nbs/09_lora.ipynb #cell-088
 @dataclass(frozen=True)
 class TuningComparison:
     "Full tuning and adapters from one start: what was trained, what it cost, and where it ended."
@@ -597,7 +732,7 @@ class TuningComparison:
         full, lora = self.arms["full"], self.arms["lora"]
         shared = {"base_digest": full.base_digest, "batch_digest": full.batch_digest, "initial_loss": full.losses[0]}
         ratio = {"trainable": lora.trainable_parameters / full.trainable_parameters,
-                 "checkpoint_bytes": lora.checkpoint_bytes / full.checkpoint_bytes}
+                 "tensor_bytes": lora.tensor_bytes / full.tensor_bytes}
         return {"config": self.config.describe(), "fingerprint": self.config.fingerprint(),
                 "lora": self.lora.describe(), "shared_start": shared, "lora_to_full": ratio,
                 "arms": {name: arm.to_plain() for name, arm in self.arms.items()}, "environment": self.environment}
@@ -609,8 +744,9 @@ class TuningComparison:
             ("loss, first step", lambda arm: f"{arm.losses[0]:.6f}"),
             ("loss, last step", lambda arm: f"{arm.losses[-1]:.6f}"),
             ("validation loss", lambda arm: "none" if arm.validation_loss is None else f"{arm.validation_loss:.6f}"),
-            ("checkpoint, bytes", lambda arm: f"{arm.checkpoint_bytes:,}"),
-            ("seconds", lambda arm: f"{arm.seconds:.2f} for {arm.steps_timed:,} steps"),
+            ("state, bytes", lambda arm: f"{arm.tensor_bytes:,} of tensors"),
+            ("checkpoint, bytes", lambda arm: f"{arm.checkpoint_bytes:,} in the last file"),
+            ("seconds", lambda arm: "not known" if arm.seconds is None else f"{arm.seconds:.2f}"),
             ("state", lambda arm: arm.state_digest[:12]),
         ]
         body = [("", *self.arms)] + [(title, *(cell(arm) for arm in self.arms.values())) for title, cell in rows]
@@ -620,7 +756,7 @@ class TuningComparison:
         shared = f"shared start: base {start.base_digest[:12]}, batches {start.batch_digest[:12]}"
         return "\n".join([*lines, shared])
 
-# %% ../nbs/09_lora.ipynb #cell-082
+# %% ../nbs/09_lora.ipynb #cell-089
 class TuningInterrupted(Interrupted):
     "A signal asked a comparison to stop; the arm under way has saved what was completed."
 
@@ -629,17 +765,45 @@ class TuningInterrupted(Interrupted):
         return (f"{signal_name(self.signal)} after step {self.step} of an arm: {saved}; repeat it with the same folder "
                 "to go on")
 
-# %% ../nbs/09_lora.ipynb #cell-083
-def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest) -> None:
+# %% ../nbs/09_lora.ipynb #cell-091
+class _Clock:
+    "The time that went into an arm up to a saved step, over all calls; steps that were lost are not in it."
+
+    def __init__(self, folder: Path, step: int | None) -> None:
+        self.path, self.spent = folder / "seconds.json", self._noted(folder / "seconds.json", step)
+        self.since = time.perf_counter()
+
+    @staticmethod
+    def _noted(path: Path, step: int | None) -> float | None:
+        "What the file says of a step; None where it tells of another."
+        if step is None:
+            return 0.0
+        note = parse_json_object(data) if (data := read_regular(path)) else {}
+        seconds = note.get("seconds")
+        return float(seconds) if note.get("step") == step and _is_number(seconds) else None
+
+    def note(
+        self,
+        step: int,  # the last that is saved
+    ) -> None:
+        "Write down the time up to a step that is saved. The writing itself is not counted."
+        if self.spent is not None:
+            self.spent += time.perf_counter() - self.since
+            write_atomically(self.path, json.dumps({"step": step, "seconds": self.spent}).encode())
+        self.since = time.perf_counter()
+
+# %% ../nbs/09_lora.ipynb #cell-092
+def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest, clock: _Clock) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
     steps, saved = run.config.steps, run.progress.step
     while run.progress.step < steps and stop.signal is None:
         run.advance()
         if run.progress.step % run.config.checkpoint_every == 0 or run.progress.step == steps:
             saved = store.save(run.contract).step
+            clock.note(saved)
     if run.progress.step < steps and stop.signal is not None:
         if run.progress.step != saved:
-            store.save(run.contract)
+            clock.note(store.save(run.contract).step)
         newest = store.latest()
         raise TuningInterrupted(stop.signal, newest.path if newest else None, run.progress.step)
 
@@ -651,9 +815,9 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         if resumed is not None and resumed > run.config.steps:
             raise TrainingError(f"{place_of(folder)}/: expected a run of at most {run.config.steps} steps, found one "
                                 f"of {resumed}; ask for as many steps, or use another folder")
-        begun = time.perf_counter()
-        _train_arm(run, store, stop)
-        seconds, newest = time.perf_counter() - begun, store.latest()
+        clock = _Clock(folder, resumed)
+        _train_arm(run, store, stop, clock)
+        newest = store.latest()
     assert newest is not None
     manifest = read_manifest(newest.path)
     state_bytes = dict.fromkeys(manifest.tree(), 0)
@@ -663,11 +827,12 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         trainable_parameters=n_trainable(run.model), total_parameters=n_parameters(run.model),
         losses=tuple(run.progress.losses.tolist()),
         validation_loss=run.evaluate() if run.validation is not None else None,
-        checkpoint_bytes=newest.path.stat().st_size, state_bytes=state_bytes, seconds=round(seconds, 3),
-        steps_timed=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
+        checkpoint_bytes=newest.path.stat().st_size, state_bytes=state_bytes,
+        seconds=None if clock.spent is None else round(clock.spent, 3),
+        steps_done=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
         batch_digest=run.progress.batch_digest, state_digest=manifest.state_digest)
 
-# %% ../nbs/09_lora.ipynb #cell-084
+# %% ../nbs/09_lora.ipynb #cell-093
 @contextmanager
 def _folder_for(directory: Path | str | None) -> Iterator[Path]:
     "The given folder, or one that is gone afterwards."
@@ -676,6 +841,22 @@ def _folder_for(directory: Path | str | None) -> Iterator[Path]:
             yield Path(folder)
     else:
         yield Path(directory).absolute()
+
+
+def _require_possible(config: ExperimentConfig, lora: LoraConfig) -> None:
+    "Refuse, before an arm is trained for nothing, what cannot be adapted and settings that a comparison would ignore."
+    model, problems = Transformer.from_config(config), []
+    layers = {name: model.get_parameter(f"{name}.weight") for name in target_layers(model, lora.targets)}
+    narrowest = min(layers, key=lambda name: min(layers[name].shape))
+    if lora.rank > (most := min(layers[narrowest].shape)):
+        problems.append(Problem("rank", f"at most {most}, the smaller side of {narrowest}", shown(lora.rank),
+                                "a product of more rank than the weight has would be no low-rank adapter"))
+    for field, only in (("checkpoint_mode", "sync"), ("on_save_error", "stop")):
+        if (value := getattr(config, field)) != only:
+            problems.append(Problem(field, shown(only), shown(value), "a comparison saves between two steps, counts "
+                                    "the time, and stops where it cannot"))
+    if problems:
+        raise ConfigError.of(*problems)
 
 
 def _require_shared_start(arms: Mapping[str, Arm]) -> None:
@@ -690,11 +871,11 @@ def _require_shared_start(arms: Mapping[str, Arm]) -> None:
         raise TrainingError(f"loss of the first step: expected the same for both arms, got {shown(first)}; an adapter "
                             "must change nothing before the first update")
 
-# %% ../nbs/09_lora.ipynb #cell-085
+# %% ../nbs/09_lora.ipynb #cell-094
 def compare_tuning(
     config: ExperimentConfig,  # model, data, seed and optimizer of both arms
     *,
-    rank: int = 4,  # inner width of each adapter
+    rank: int = 4,  # inner width of each adapter, at most the smaller side of each layer
     alpha: float = 8.0,  # an adapter is scaled by `alpha / rank`
     targets: Sequence[str] = DEFAULT_TARGETS,  # shell patterns of layer names
     directory: Path | str | None = None,  # keeps both runs, so that a second call goes on; None keeps nothing
@@ -703,12 +884,13 @@ def compare_tuning(
     """Train everything and train adapters, from the same weights on the same batches with the same optimizer settings.
 
     Where there is a folder, SIGTERM and SIGINT save the arm under way and raise `TuningInterrupted`. Raises also
-    `ConfigError` for bad settings, `TrainingError` where the arms did not begin alike, and what the store raises.
+    `ConfigError` for bad settings, and for settings of saving that a comparison does not have, `TrainingError` where
+    the arms did not begin alike, and what the store raises.
     """
     lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets))
     signals = nullcontext(StopRequest()) if directory is None else stop_signals()
     with deterministic(), signals as stop, _folder_for(directory) as folder:
-        target_layers(Transformer.from_config(config), lora.targets)  # before an arm is trained for nothing
+        _require_possible(config, lora)
         kinds: dict[str, LoraConfig | None] = {"full": None, "lora": lora}
         arms = {name: _arm(TuningRun(config, kind, on_boundary), folder / name, stop) for name, kind in kinds.items()}
         environment = environment_identity()["decides"]

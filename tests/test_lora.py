@@ -1,6 +1,7 @@
 """Adapters: nothing changes before the first update, nothing of the base changes ever, and a resume is bit for bit."""
 
 import copy
+import io
 import json
 import os
 import re
@@ -8,6 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint, read_manifest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, load_config, shipped_config
@@ -175,6 +181,96 @@ def test_settings_that_make_no_sense_are_refused_by_name(field, value):
         LoraConfig(**{field: value})
 
 
+# Layers that an adapted one cannot stand for
+
+
+def with_weight_norm(layer: nn.Linear) -> nn.Linear:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return weight_norm(layer)
+
+
+def with_(change: Callable[[nn.Linear], object]) -> nn.Module:
+    layer = nn.Linear(3, 3)
+    change(layer)
+    return nn.Sequential(nn.Linear(3, 3), layer)
+
+
+ODD = {
+    "old weight_norm": lambda: with_(with_weight_norm),
+    "parametrized": lambda: with_(parametrizations.weight_norm),
+    "pruned": lambda: with_(lambda layer: prune.l1_unstructured(layer, "weight", amount=2)),
+    "integers": lambda: with_(lambda layer: layer.register_parameter(
+        "weight", nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False))),
+    "a buffer": lambda: with_(lambda layer: layer.register_buffer("scale", torch.ones(3))),
+    "a parameter": lambda: with_(lambda layer: layer.register_parameter("gain", nn.Parameter(torch.ones(3)))),
+    "a module": lambda: with_(lambda layer: layer.add_module("then", nn.ReLU())),
+    "forward hook": lambda: with_(lambda layer: layer.register_forward_hook(lambda m, i, o: o + 1)),
+    "forward pre-hook": lambda: with_(lambda layer: layer.register_forward_pre_hook(lambda m, i: (i[0] + 1,))),
+    "backward hook": lambda: with_(lambda layer: layer.register_full_backward_hook(lambda m, i, o: None)),
+    "state hook": lambda: with_(lambda layer: layer.register_state_dict_post_hook(lambda m, s, p, d: None)),
+    "load hook": lambda: with_(lambda layer: layer.register_load_state_dict_pre_hook(lambda *given: None)),
+    "own forward": lambda: with_(lambda layer: setattr(layer, "forward", lambda x: x)),
+    "the root": lambda: nn.Linear(3, 3),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "encoder": lambda: nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_layer_that_an_adapted_one_cannot_stand_for_is_refused_with_the_model_unchanged(odd):
+    model = ODD[odd]()
+    before = {name: (id(tensor), tensor.requires_grad) for name, tensor in model.named_parameters()}
+    modules = [id(module) for module in model.modules()]
+    with pytest.raises(LoraError, match="expected a (plain linear layer|layer inside|layer that is called)"):
+        adapt(model, LoraConfig(rank=1, targets=("*",)), seed=0)
+    assert {name: (id(tensor), tensor.requires_grad) for name, tensor in model.named_parameters()} == before
+    assert [id(module) for module in model.modules()] == modules
+
+
+def test_odd_layers_that_are_not_chosen_stay_as_they_are():
+    model = ODD["forward hook"]()
+    x = torch.ones(2, 3)
+    expected = model(x)
+    assert adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0) == ["0"]
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+], ids=["decoder layer", "perceptron"])
+def test_training_evaluation_and_merged_mode_agree(make):
+    torch.manual_seed(8)
+    model = make()
+    adapt(model, LoraConfig(rank=2, targets=("*",)), seed=0)
+    base = copy.deepcopy(model)
+    drawn(model)
+    x = torch.linspace(-1, 1, 48).reshape(2, 3, 8)
+    given = (x, x) if isinstance(model, nn.TransformerDecoderLayer) else (x,)
+    with torch.no_grad():
+        training, evaluation = model.train()(*given), model.eval()(*given)
+        merge(model)
+        torch.testing.assert_close(evaluation, training, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(*given), training, rtol=1e-5, atol=1e-5)
+        assert (base.eval()(*given) - training).abs().max() > 0.1
+
+
+def test_what_cannot_be_allocated_leaves_the_model_unchanged(monkeypatch):
+    original = LoraLinear.__init__
+
+    def last_one_fails(layer, base, **rest):
+        if base.out_features == 16:
+            raise MemoryError
+        original(layer, base, **rest)
+
+    monkeypatch.setattr(LoraLinear, "__init__", last_one_fails)
+    model = model_of()
+    with pytest.raises(MemoryError):
+        adapt(model, LoraConfig(), seed=0)
+    monkeypatch.undo()
+    assert not lora_layers(model) and n_trainable(model) == n_parameters(model)
+
+
 # Merged
 
 
@@ -268,13 +364,142 @@ def test_a_merged_model_cannot_be_saved_whole_and_can_again_once_unmerged(tmp_pa
         copied = copy.deepcopy(model)
         unmerge(copied)
         assert bits(copied) == expected
-        with pytest.raises(LoraError):  # the copy's guard is its own
+        with pytest.raises(LoraError):  # the copy is unmerged alone
             model.state_dict()
         unmerge(model)
         store.save(contract, step=0)
         drawn(model, seed=9)
         store.restore(contract)
     assert bits(model) == expected
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("taken", [copy.deepcopy, lambda model: AveragedModel(model).module, pickled,
+                                   lambda model: pickled(copy.deepcopy(model))],
+                         ids=["deepcopy", "average", "pickle", "both"])
+def test_a_copy_of_a_merged_model_is_used_and_refused_like_the_model(taken):
+    model = drawn(model_of_adapted()).eval()
+    tokens, expected = torch.arange(8).reshape(1, 8), bits(model)
+    merge(model)
+    copied = taken(model).eval()
+    with torch.no_grad():
+        assert torch.equal(copied(tokens), model(tokens))
+    for refused in (partial(merge, copied), copied.state_dict, partial(copied.load_state_dict, {}),
+                    partial(drawn(copied, seed=9), tokens)):
+        with pytest.raises(LoraError, match=r"unmerge\(model\)"):
+            refused()
+    unmerge(copied)
+    drawn(copied)
+    assert bits(copied) == expected
+    model(tokens)  # still merged, and none of this was done to it
+
+
+def test_nothing_is_loaded_into_a_merged_model():
+    model = drawn(model_of_adapted())
+    other = drawn(model_of_adapted(), seed=9)
+    with torch.no_grad():
+        other.token_embedding.weight.add_(1.0)
+    expected = bits(model)
+    merge(model)
+    layer = model.blocks[0].attention.qkv
+    for module, state in ((model, other.state_dict()), (layer, other.blocks[0].attention.qkv.state_dict()),
+                          (model.blocks[0], other.blocks[0].state_dict())):
+        for how in ({}, {"assign": True}, {"strict": False}):
+            with pytest.raises(LoraError, match="expected adapters that stand apart to be loaded into"):
+                module.load_state_dict(state, **how)
+    outer = nn.Sequential(model)
+    with pytest.raises(LoraError, match="to be loaded into"):
+        outer.load_state_dict({f"0.{name}": tensor for name, tensor in other.state_dict().items()})
+    unmerge(model)
+    assert bits(model) == expected  # not even what comes before the first adapted layer
+    model.load_state_dict(other.state_dict())
+    assert bits(model) == bits(other)
+
+
+@pytest.mark.parametrize("edit", [
+    lambda layer: layer.lora_A.data.add_(1.0),
+    lambda layer: layer.lora_B.data.view(torch.int32).bitwise_xor_(1),
+    lambda layer: setattr(layer.lora_B, "data", layer.lora_B.data + 1),
+    lambda layer: setattr(layer, "lora_A", nn.Parameter(torch.zeros_like(layer.lora_A))),
+    lambda layer: layer.lora_A.detach().numpy().fill(0.5),
+])
+def test_an_edit_that_no_counter_sees_is_noticed(edit):
+    model, tokens = drawn(model_of_adapted()).eval(), torch.arange(8).reshape(1, 8)
+    merge(model)
+    model(tokens)
+    edit(model.blocks[0].attention.projection)
+    with pytest.raises(LoraError, match="changed since"):
+        model(tokens)
+
+
+def test_a_backward_pass_through_merged_adapters_is_refused_in_evaluation_mode_too():
+    "The weights of the head train beside them, so that there is a gradient, and none for the adapters."
+    model, tokens = drawn(model_of_adapted()).eval(), torch.arange(8).reshape(1, 8)
+    model.head.weight.requires_grad_(True)
+    merge(model)
+    with pytest.raises(LoraError, match="expected adapters that stand apart for a backward pass"):
+        model(tokens).sum().backward()
+    for layer in lora_layers(model).values():
+        layer.lora_A.requires_grad_(False)
+        layer.lora_B.requires_grad_(False)
+    model(tokens).sum().backward()
+    assert model.head.weight.grad.any()
+
+
+def test_not_a_number_in_an_adapter_is_no_change_of_it():
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    with torch.no_grad():
+        model[0].lora_A.fill_(float("nan"))
+        merge(model)
+        assert model(torch.ones(1, 2)).isnan().all()
+
+
+def test_a_merged_model_may_be_converted_and_still_be_unmerged():
+    model = drawn(model_of_adapted()).eval()
+    expected = bits(copy.deepcopy(model).double())
+    merge(model)
+    model.double()
+    with torch.no_grad():
+        model(torch.arange(8).reshape(1, 8))
+    unmerge(model)
+    assert bits(model) == expected
+
+
+def test_a_merge_rounds_twice_and_what_is_said_of_it_is_no_more_than_that():
+    "By hand: the sum is just above the middle of two float32, and on it in float64."
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    adapt(model, LoraConfig(rank=2, alpha=2.0, targets=("0",)), seed=0)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].lora_A.copy_(torch.tensor([[2.0**-12], [2.0**-30]]))
+        model[0].lora_B.copy_(torch.tensor([[2.0**-12, 2.0**-30]]))
+    merge(model)
+    assert model[0].weight.item() == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31))
+def test_a_merged_weight_is_as_near_to_the_exact_sum_as_two_roundings_allow(seed):
+    model = nn.Sequential(nn.Linear(3, 2))
+    adapt(model, LoraConfig(rank=2, alpha=3.0, targets=("0",)), seed=seed)
+    layer = drawn(model, seed)[0]
+    w, a, b = (tensor.detach().tolist() for tensor in (layer.weight, layer.lora_A, layer.lora_B))
+    merge(model)
+    now = layer.weight.detach()
+    above = torch.nextafter(now.abs(), torch.tensor(float("inf"))).tolist()
+    for i, j in ((i, j) for i in range(2) for j in range(3)):
+        parts = [Fraction(3, 2) * Fraction(b[i][r]) * Fraction(a[r][j]) for r in range(2)]
+        exact = Fraction(w[i][j]) + sum(parts)
+        half_unit = (Fraction(above[i][j]) - abs(Fraction(now[i, j].item()))) / 2
+        wide = Fraction(6, 2**53) * (abs(Fraction(w[i][j])) + sum(map(abs, parts)))
+        assert abs(Fraction(now[i, j].item()) - exact) <= half_unit + wide
 
 
 def test_the_merged_state_is_what_the_merged_model_computes_with():
@@ -345,6 +570,8 @@ def test_the_digest_of_a_base_covers_values_names_and_buffers_and_no_adapter():
     plus = copy.deepcopy(minus)
     plus[0].bias.data.neg_()
     assert len({first, base_digest(moved), base_digest(renamed), base_digest(minus), base_digest(plus)}) == 5
+    plain.register_buffer("scratch", torch.zeros(2), persistent=False)  # made by the constructor, in no state dict
+    assert base_digest(plain) == first
 
 
 def test_whatever_else_trains_beside_the_adapters_is_saved_with_them():
@@ -466,7 +693,11 @@ def test_the_arms_begin_alike_and_part_at_the_second_step():
     assert lora.checkpoint_bytes < full.checkpoint_bytes
     plain = json.loads(json.dumps(comparison.to_plain(), allow_nan=False))
     assert plain["shared_start"]["initial_loss"] == plain["arms"]["lora"]["initial_loss"] == full.losses[0]
-    assert "trainable parameters  3,952 of 3,952    384 of 4,336\n" in comparison.table()
+    assert "trainable parameters  3,952 of 3,952    384 of 4,336\n" in re.sub(" {3,}", "    ", comparison.table())
+    for arm in (full, lora):
+        assert arm.tensor_bytes == sum(arm.state_bytes.values()) == plain["arms"][arm is lora and "lora" or "full"][
+            "tensor_bytes"] and arm.seconds > 0
+    assert plain["lora_to_full"]["tensor_bytes"] == lora.tensor_bytes / full.tensor_bytes
 
 
 @pytest.mark.parametrize("part", ["base", "batches"])
@@ -504,6 +735,44 @@ def test_a_wrong_pattern_is_refused_before_anything_is_trained(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("rank", [17, 100_000_000])
+def test_a_rank_above_the_smaller_side_of_a_layer_is_refused_before_anything_is_trained(tmp_path, rank):
+    with pytest.raises(ConfigError, match=r"rank: expected at most 16, the smaller side of blocks\.0\.attention\.qkv"):
+        compare_tuning(TINY, rank=rank, directory=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_rank_may_be_as_large_as_the_smaller_side_and_no_larger_than_that_of_each_layer():
+    assert compare_tuning(TINY.replace(steps=1), rank=16).arms["lora"].losses
+    with pytest.raises(ConfigError, match="at most 16, the smaller side of blocks.0.mlp.expand"):
+        compare_tuning(TINY, rank=17, targets=["*.mlp.expand"])
+
+
+@pytest.mark.parametrize("change", [{"checkpoint_mode": "background"}, {"on_save_error": "continue"}])
+def test_a_setting_of_saving_that_a_comparison_does_not_have_is_refused_and_not_recorded(tmp_path, change):
+    with pytest.raises(ConfigError, match=f"{next(iter(change))}: expected"):
+        compare_tuning(TINY.replace(**change), directory=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_seconds_of_an_arm_are_those_of_all_calls_and_none_where_a_call_left_no_note(tmp_path):
+    first = compare_tuning(TINY, directory=tmp_path).arms["lora"]
+    again = compare_tuning(TINY, directory=tmp_path)
+    assert again.arms["lora"].seconds == first.seconds > 0
+    note = tmp_path / "lora" / "seconds.json"
+    noted = json.loads(note.read_text())
+    assert noted == {"step": 6, "seconds": pytest.approx(first.seconds, abs=1e-3)}
+    note.write_text(json.dumps(noted | {"seconds": 1000.0}))
+    longer = compare_tuning(TINY.replace(steps=8), directory=tmp_path)
+    assert 1000 < longer.arms["lora"].seconds < 1060 and longer.arms["full"].seconds < 60
+    note.write_text(json.dumps({"step": 6, "seconds": 1000.0}))  # as where the process died before it noted step 8
+    unknown = compare_tuning(TINY.replace(steps=10), directory=tmp_path)
+    assert unknown.arms["lora"].seconds is None and unknown.to_plain()["arms"]["lora"]["seconds"] is None
+    assert "not known" in unknown.table() and unknown.arms["full"].seconds > 0
+    note.unlink()
+    assert compare_tuning(TINY.replace(steps=10), directory=tmp_path).arms["lora"].seconds is None
+
+
 def compare_in_child(folder: Path, sent: str, at: int) -> subprocess.CompletedProcess[str]:
     "Run the comparison in a process that gets a signal when it completes the given step, counted over both arms."
     program = textwrap.dedent("""
@@ -538,6 +807,7 @@ def test_both_arms_killed_and_gone_on_with_end_bitwise_equal(tmp_path):
     assert [arm.resumed_from for arm in found.arms.values()] == [6, 4]
     for name, arm in found.arms.items():
         assert arm.state_digest == expected.arms[name].state_digest and arm.losses == expected.arms[name].losses
+        assert arm.tensor_bytes == expected.arms[name].tensor_bytes and arm.seconds > 0
         direct = compare_state(expected.arms[name].state_digest, tmp_path / name / "checkpoints")
         assert direct
 
@@ -555,14 +825,14 @@ def test_a_signal_saves_the_arm_under_way_and_says_how_to_go_on(tmp_path):
     newest = max((tmp_path / "lora" / "checkpoints").glob("step-*.safetensors"))
     assert read_manifest(newest).step == 3
     found = compare_tuning(TINY, directory=tmp_path)
-    assert [(arm.resumed_from, arm.steps_timed) for arm in found.arms.values()] == [(6, 0), (3, 3)]
+    assert [(arm.resumed_from, arm.steps_done) for arm in found.arms.values()] == [(6, 0), (3, 3)]
     assert found.arms["lora"].state_digest == compare_tuning(TINY).arms["lora"].state_digest
 
 
 def test_a_finished_comparison_is_read_again_and_a_longer_one_goes_on(tmp_path):
     first = compare_tuning(TINY, directory=tmp_path)
     again = compare_tuning(TINY, directory=tmp_path)
-    assert [arm.steps_timed for arm in again.arms.values()] == [0, 0]
+    assert [arm.steps_done for arm in again.arms.values()] == [0, 0]
     same = ("losses", "state_digest", "batch_digest", "base_digest", "checkpoint_bytes", "state_bytes")
     assert all(getattr(again.arms[name], fact) == getattr(first.arms[name], fact) for name in first.arms
                for fact in same)
@@ -599,9 +869,9 @@ def test_the_committed_artifact_is_what_the_comparison_gives():
         there, here = committed["arms"][arm], found["arms"][arm]
         assert there.keys() == here.keys()
         assert (there["trainable_parameters"], there["total_parameters"]) == counts
-        assert there["state_bytes"] == here["state_bytes"]
+        assert there["state_bytes"] == here["state_bytes"] and there["tensor_bytes"] == here["tensor_bytes"]
         assert there["losses"] == pytest.approx(here["losses"], abs=1e-3)
-        assert (there["resumed_from"], there["steps_timed"]) == (None, 8)
+        assert (there["resumed_from"], there["steps_done"]) == (None, 8)
     assert committed["shared_start"]["batch_digest"] == found["shared_start"]["batch_digest"]  # integers: any machine
     if committed["environment"] == found["environment"]:
         for arm in ("full", "lora"):
@@ -635,6 +905,13 @@ def test_gpt2_has_a_name_for_every_module_of_the_model_and_for_no_other():
 @pytest.mark.parametrize("change", [
     lambda config, tensors: config.update(r=3),
     lambda config, tensors: config.update(r="4"),
+    lambda config, tensors: config.update(r=0),
+    lambda config, tensors: config.update(lora_alpha=True),
+    lambda config, tensors: config.update(lora_alpha=0),
+    lambda config, tensors: config.update(lora_alpha=-8.0),
+    lambda config, tensors: config.update(lora_alpha=10**400),
+    lambda config, tensors: config.update(lora_alpha="8"),
+    lambda config, tensors: tensors.update({name: tensor.to(torch.int8) for name, tensor in tensors.items()}),
     lambda config, tensors: config.pop("lora_alpha"),
     lambda config, tensors: config.update(peft_type="IA3"),
     lambda config, tensors: config.update(a_later_switch=True),
@@ -687,3 +964,84 @@ def test_a_generator_of_ones_own_takes_part_beside_adapters(tmp_path):
     assert torch.equal(torch.rand(3, generator=generator), expected)
     with open_checkpoint(published.path) as saved:
         assert set(saved.tree) == {"adapters", "draws"}
+
+
+def test_names_of_layers_are_names_and_no_patterns(tmp_path):
+    def odd() -> nn.ModuleDict:
+        torch.manual_seed(3)
+        return nn.ModuleDict({name: nn.Linear(3, 3) for name in ("a[0]", "a0", "b*", "b", "bc", "?")})
+
+    model = odd()
+    adapt(model, LoraConfig(rank=1, targets=("a[[]0]", "b[*]", "[?]")), seed=0)
+    assert list(lora_layers(model)) == ["a[0]", "b*", "?"]
+    export_peft(drawn(model), tmp_path)
+    fresh = odd()
+    config = import_peft(fresh, tmp_path)
+    assert bits(fresh) == bits(model)
+    again = odd()
+    adapt(again, config, seed=0)
+    assert list(lora_layers(again)) == ["a[0]", "b*", "?"]
+
+
+@pytest.mark.parametrize("odd", ["forward hook", "parametrized", "encoder"])
+def test_a_file_for_a_layer_that_cannot_be_adapted_is_refused_with_the_model_unchanged(tmp_path, odd):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    adapt(plain, LoraConfig(rank=1, targets=("*",)), seed=0)
+    files = peft_files(plain)
+    if odd == "encoder":
+        name = "0.layers.0.linear1"
+        from safetensors.torch import save
+        files["adapter_model.safetensors"] = save({f"base_model.model.{name}.lora_A.weight": torch.ones(1, 8),
+                                                   f"base_model.model.{name}.lora_B.weight": torch.ones(16, 1)})
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    model = ODD[odd]()
+    trainable = n_trainable(model)
+    with pytest.raises(LoraError, match="expected"):
+        import_peft(model, tmp_path, allow_other_base=True)
+    assert not lora_layers(model) and n_trainable(model) == trainable
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_that_a_base_cannot_hold_are_told_and_those_that_it_can_are_not(tmp_path, dtype):
+    model = model_of_adapted()
+    with torch.no_grad():
+        for layer in lora_layers(model).values():
+            layer.lora_A.fill_(0.5)
+            layer.lora_B.fill_(0.25)
+        export_peft(model, tmp_path / "held")
+        layer.lora_A[0, :3] = 1 / 3
+        layer.lora_B[0, 0] = 1e30
+        export_peft(model, tmp_path / "rounded")
+    with warnings.catch_warnings(action="error"):
+        import_peft(model_of().to(dtype), tmp_path / "held", allow_other_base=True)
+        import_peft(model_of(), tmp_path / "rounded")
+    narrow = model_of().to(dtype)
+    with pytest.warns(UserWarning, match=rf"4 of 384 numbers of the adapters are rounded, torch\.float32 to {dtype}"):
+        import_peft(narrow, tmp_path / "rounded", allow_other_base=True)
+    refusing = model_of().to(dtype)
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning):
+        import_peft(refusing, tmp_path / "rounded", allow_other_base=True)
+    assert not lora_layers(refusing)  # a warning that was made an error left nothing behind
+
+
+def test_whatever_else_trains_is_not_left_out_of_the_files_silently():
+    model = model_of_adapted()
+    model.norm.weight.requires_grad_(True)
+    with pytest.raises(LoraError, match=r'of which the adapters alone train, got "norm\.weight" as well'):
+        peft_files(model)
+    model.norm.weight.requires_grad_(False)
+    peft_files(model)
+
+
+def test_a_base_whose_running_means_have_moved_is_told_apart_and_the_remedy_works(tmp_path):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = copy.deepcopy(plain)
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    drawn(model.train())(torch.arange(12.0).reshape(4, 3))
+    export_peft(model, tmp_path)
+    with pytest.raises(LoraError, match=r"with the buffers \(running means\) that it had in the end"):
+        import_peft(copy.deepcopy(plain), tmp_path)
+    plain[1].load_state_dict(model[1].state_dict())
+    import_peft(plain, tmp_path)
+    assert bits(plain) == bits(model)
