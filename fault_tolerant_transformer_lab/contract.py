@@ -1153,34 +1153,51 @@ def _settable(obj: object, names: list[str]) -> list[str]:
     return names
 
 # %% ../nbs/03_contract.ipynb #cell-124
-def _mutable_values(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
-    "Path of every list, dict and tensor in a tree, with a key that is equal where it is the same one."
+_Place: TypeAlias = tuple[TreePath, Any, range]  # where a mutable value stands, what it is a part of, and which part
+
+
+def _mutable_values(value: Any, path: TreePath) -> Iterator[_Place]:
+    "Every list, dict and tensor in a tree."
     if isinstance(value, Tensor) and value.numel() and _tensor_refusal(value) is None:
-        yield path, tensor_key(value)
+        first, size = value.storage_offset(), value.element_size()
+        last = first + sum(stride * (n - 1) for stride, n in zip(value.stride(), value.shape, strict=True))
+        yield path, (str(value.device), value.untyped_storage().data_ptr()), range(first * size, (last + 1) * size)
     if isinstance(value, list | dict):
-        yield path, id(value)
+        yield path, id(value), range(1)
     if isinstance(value, list | tuple | dict):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _mutable_values(item, (*path, key))
 
 
-def _refuse_shared(participants: Mapping[str, Any]) -> None:
-    "Raise where plain attributes hold one mutable value under two names, in one object or in several."
-    first: dict[Any, str] = {}
-    states = {name: part.state_dict() for name, part in participants.items() if isinstance(part, PlainState)}
-    held = [(name, key, value) for name, state in states.items() for key, value in state.items()]
-    shared = [(first[key], format_path(path)) for name, attribute, value in held
-              for path, key in _mutable_values(value, (name, attribute))
-              if first.setdefault(key, format_path(path)) != format_path(path)]
-    for name, state in states.items():  # attributes that fields= leaves out go on with the old value
-        obj = participants[name].obj
-        others = ((key, getattr(obj, key)) for key in _attributes(obj) if key not in state)
-        shared += [(first[id(value)], f"{name}.{key}, which is not saved") for key, value in others
-                   if isinstance(value, list | dict) and id(value) in first]
+def _shared_names(places: Iterable[_Place], known: dict[Any, list[_Place]]) -> Iterator[tuple[str, str]]:
+    "Pairs of paths that hold one value; `known` has the places to compare with, by what they are a part of."
+    for path, whole, part in places:
+        for other, _, of_other in known.get(whole, ()):
+            if part.start < of_other.stop and of_other.start < part.stop:
+                yield format_path(other), format_path(path)
+
+
+def _refuse_shared(participants: Mapping[str, Any], states: Mapping[str, State]) -> None:
+    "Raise where a mutable value that plain attributes hold has a second name, there or in another participant."
+    plain = {name: part for name, part in participants.items() if isinstance(part, PlainState)}
+    held = {name: part.state_dict() for name, part in plain.items()}  # alive, so that no address is used twice
+    known: dict[Any, list[_Place]] = {}
+    shared: list[tuple[str, str]] = []
+    for name, state in held.items():
+        for attribute, value in state.items():
+            for place in _mutable_values(value, (name, attribute)):
+                shared += _shared_names([place], known)
+                known.setdefault(place[1], []).append(place)
+    for name, state in states.items() if known else ():
+        if name not in plain:
+            shared += _shared_names(_mutable_values(state, (name,)), known)
+    for name, part in plain.items():  # what fields= leaves out goes on with the old list
+        left = [key for key in _attributes(part.obj) if key not in held[name]]
+        lists = {(name, key): value for key in left if isinstance(value := getattr(part.obj, key), list | dict)}
+        shared += _shared_names([(path, id(value), range(1)) for path, value in lists.items()], known)
     if shared:
-        known, again = shared[0]
-        raise ContractError(f"{known} is the same object as {again}: a restore would make two of it; keep it under one "
-                            "name, or give the second a copy")
+        raise ContractError("{} and {} are one mutable value, of which a restore would make two: keep it under one "
+                            "name, or give the second a copy".format(*shared[0]))
 
 # %% ../nbs/03_contract.ipynb #cell-125
 class PlainState:
@@ -1343,8 +1360,8 @@ def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
              if id(p) not in covered and p.grad is not None and bool(p.grad.any())]
     if stray:
         raise ContractError(f"an update is unfinished, and the gradients of {', '.join(stray[:3])}"
-                            f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or clear "
-                            "them where their update is done")
+                            f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or "
+                            "clear them where their update is done")
 
 # %% ../nbs/03_contract.ipynb #cell-143
 class ModuleFlags:
@@ -1577,7 +1594,7 @@ def _capture(contract: Contract, step: int | None) -> Snapshot:
         if isinstance(participant, torch.nn.Module):
             _refuse_expanded(name, states[name])
         _ask_to_capture(name, participant)
-    _refuse_shared(participants)
+    _refuse_shared(participants, states)
     _refuse_uncovered(participants)
     environment = contract.environment()
     contract._lineage = _continued(contract.lineage, step, environment)
