@@ -583,6 +583,7 @@ class Generation:
 _NAME = re.compile(r"step-([0-9]{8,19})\.safetensors")
 _TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.safetensors\.tmp")
 _SET_ASIDE = re.compile(r"step-[0-9]{8,19}\.safetensors\.(?:corrupt|rewound)(?:-[0-9]+)?")
+_OF_RANKS = re.compile(r"step-[0-9]{8,19}(?:\.(?:corrupt|rewound)(?:-[0-9]+)?)?")  # a folder that several ranks wrote
 
 
 def generation_name(
@@ -685,7 +686,8 @@ class Generations:
 
     def is_empty(self) -> bool:
         "Whether nothing here was ever published: neither a checkpoint nor one that was set aside."
-        return not any(step_of(name) is not None or _SET_ASIDE.fullmatch(name) for name in self.names())
+        kept = (_NAME, _SET_ASIDE, _OF_RANKS)
+        return not any(pattern.fullmatch(name) for name in self.names() for pattern in kept)
 
     def latest(self) -> Generation | None:
         "The highest step whose file verifies, every byte of it read; None where no file does."

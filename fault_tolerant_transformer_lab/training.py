@@ -41,7 +41,13 @@ from tqdm import tqdm
 
 from .checkpoint_file import read_manifest
 from .config import ConfigError, ExperimentConfig, canonical_json
-from .contract import Contract, Progress, RandomGenerators, generators_undisturbed
+from fault_tolerant_transformer_lab.contract import (
+    CheckpointError,
+    Contract,
+    Progress,
+    RandomGenerators,
+    generators_undisturbed,
+)
 from .data import Batch, DataSplits, StepBatches, evaluation_batches, open_data
 from .model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import (
@@ -804,6 +810,9 @@ def publish_step(
         session.failed_saves += published is None
         what = "an older checkpoint was not removed" if published else "no checkpoint was saved"
         session.note(f"step {step}: {what}, training goes on (on_save_error=continue): {error}", logging.WARNING)
+    except CheckpointError:
+        session.require_folder()  # where the folder was moved meanwhile, that says more
+        raise
     finally:
         if session.pending is None:
             disk.saving, disk.in_background = None, False

@@ -1230,6 +1230,12 @@ def test_what_does_not_look_sound_under_a_later_step_stops_no_save(directory):
         assert restored.step == fresh.step == 2 and [path.name for path, _ in restored.skipped] == [generation_name(50)]
 
 
+@pytest.mark.parametrize("name", ["step-00000004", "step-00000004.corrupt", "step-00000004.rewound-2"])
+def test_a_folder_that_several_ranks_wrote_is_no_empty_store(directory, name):
+    (directory / name).mkdir(parents=True)
+    assert not Generations(directory).is_empty()
+
+
 def test_a_checkpoint_with_a_second_name_is_not_read(directory, tmp_path):
     with CheckpointStore(directory) as store:
         store.save(a_run(1))

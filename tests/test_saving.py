@@ -267,7 +267,7 @@ def test_a_failed_sync_of_the_log_always_stops(tmp_path, direct):
 
 
 REALLY_FULL = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from fault_tolerant_transformer_lab.config import load_config
 from fault_tolerant_transformer_lab.crashes import private_mounts
@@ -281,6 +281,8 @@ except (OSError, subprocess.CalledProcessError):
     sys.exit(77)
 def others(name, step):
     if (name, step) == ("before_forward", 4):
+        while not (folder / "run/checkpoints/step-00000002.safetensors").exists():  # may be written in the background
+            time.sleep(0.01)
         with open(folder / "other", "wb", buffering=0) as file:
             try:
                 while True:
@@ -307,7 +309,8 @@ def test_a_disk_that_is_really_full_for_a_while_costs_checkpoints_and_no_step(tm
     assert done.returncode == 0, done.stderr
     digest, failed, lines = done.stdout.split()
     assert digest == run(config.replace(checkpoint_mode="sync"), tmp_path / "direct").state_digest
-    assert int(failed) == 28 and int(lines) == 64  # the saves of steps 4 to 58
+    # the saves of steps 4 to 58; in the background the last of them may be late enough to find the room that came back
+    assert int(failed) in ((28,) if mode == "sync" else (27, 28)) and int(lines) == 64
     assert "ENOSPC" in done.stderr and "lines wait in memory" in done.stderr
 
 
