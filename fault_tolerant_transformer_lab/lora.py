@@ -744,8 +744,8 @@ class TuningComparison:
             ("loss, first step", lambda arm: f"{arm.losses[0]:.6f}"),
             ("loss, last step", lambda arm: f"{arm.losses[-1]:.6f}"),
             ("validation loss", lambda arm: "none" if arm.validation_loss is None else f"{arm.validation_loss:.6f}"),
-            ("state, bytes", lambda arm: f"{arm.tensor_bytes:,} of tensors"),
-            ("checkpoint, bytes", lambda arm: f"{arm.checkpoint_bytes:,} in the last file"),
+            ("tensors, bytes", lambda arm: f"{arm.tensor_bytes:,}"),
+            ("checkpoint, bytes", lambda arm: f"{arm.checkpoint_bytes:,}"),
             ("seconds", lambda arm: "not known" if arm.seconds is None else f"{arm.seconds:.2f}"),
             ("state", lambda arm: arm.state_digest[:12]),
         ]

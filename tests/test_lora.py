@@ -693,7 +693,7 @@ def test_the_arms_begin_alike_and_part_at_the_second_step():
     assert lora.checkpoint_bytes < full.checkpoint_bytes
     plain = json.loads(json.dumps(comparison.to_plain(), allow_nan=False))
     assert plain["shared_start"]["initial_loss"] == plain["arms"]["lora"]["initial_loss"] == full.losses[0]
-    assert "trainable parameters  3,952 of 3,952    384 of 4,336\n" in re.sub(" {3,}", "    ", comparison.table())
+    assert "trainable parameters  3,952 of 3,952  384 of 4,336\n" in comparison.table()
     for arm in (full, lora):
         assert arm.tensor_bytes == sum(arm.state_bytes.values()) == plain["arms"][arm is lora and "lora" or "full"][
             "tensor_bytes"] and arm.seconds > 0
@@ -735,7 +735,7 @@ def test_a_wrong_pattern_is_refused_before_anything_is_trained(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("rank", [17, 100_000_000])
+@pytest.mark.parametrize("rank", [17, 1_000])
 def test_a_rank_above_the_smaller_side_of_a_layer_is_refused_before_anything_is_trained(tmp_path, rank):
     with pytest.raises(ConfigError, match=r"rank: expected at most 16, the smaller side of blocks\.0\.attention\.qkv"):
         compare_tuning(TINY, rank=rank, directory=tmp_path / "runs")
@@ -748,9 +748,10 @@ def test_the_rank_may_be_as_large_as_the_smaller_side_and_no_larger_than_that_of
         compare_tuning(TINY, rank=17, targets=["*.mlp.expand"])
 
 
-@pytest.mark.parametrize("change", [{"checkpoint_mode": "background"}, {"on_save_error": "continue"}])
+@pytest.mark.parametrize("change", [{"checkpoint_mode": "async"}, {"checkpoint_mode": "overlapped"},
+                                    {"on_save_error": "continue"}])
 def test_a_setting_of_saving_that_a_comparison_does_not_have_is_refused_and_not_recorded(tmp_path, change):
-    with pytest.raises(ConfigError, match=f"{next(iter(change))}: expected"):
+    with pytest.raises(ConfigError, match=f"{next(iter(change))}: expected \"(sync|stop)\", got"):
         compare_tuning(TINY.replace(**change), directory=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
