@@ -27,10 +27,11 @@ from fault_tolerant_transformer_lab.crashes import (
 from fault_tolerant_transformer_lab.publication import Generations
 
 
+@pytest.mark.parametrize("neighbour", [False, True], ids=["alone", "a neighbour's fsync before"])
 @pytest.mark.parametrize("saves", [3, pytest.param(10, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", FILE_SYSTEMS, ids=lambda kind: kind.name)
-def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves, not_run):
-    [tried] = power_cuts(memory_dir, saves, [kind])
+def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves, neighbour, not_run):
+    [tried] = power_cuts(memory_dir, saves, [kind], neighbour=neighbour)
     if tried.not_run:
         not_run(f"{kind.name}: {tried.not_run}")
     assert tried.lost == 0, tried.examples
@@ -62,6 +63,16 @@ def test_power_cuts_cost_the_peers_what_they_acknowledged_and_us_nothing(memory_
     losers = ("torch.save", RECIPE, "safetensors save_file", "torch.distributed.checkpoint")
     assert {peer.name for peer in PEERS} == {*losers, "CheckpointStore"}
     assert lost == dict.fromkeys(losers, len(FILE_SYSTEMS)) | {"CheckpointStore": 0}
+
+
+def test_after_a_neighbours_fsync_the_common_recipe_loses_both_states(memory_dir, not_run):
+    table = peer_cuts(memory_dir, 1, neighbour=True)
+    if isinstance(table, str):
+        not_run(table)
+    found = {peer: [next(iter(cuts[kind.name])) for kind in FILE_SYSTEMS] for peer, cuts in table.items()}
+    assert found["CheckpointStore"] == ["new"] * 4
+    assert "nothing" in found[RECIPE], found  # here: new, nothing, nothing, old
+    assert all("nothing" in found[peer] for peer in ("torch.save", "safetensors save_file")), found
 
 
 def test_the_harness_finds_what_is_synced_and_what_is_lost(memory_dir, not_run):

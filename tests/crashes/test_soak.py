@@ -1,18 +1,25 @@
 """Random kills of real training runs, and the table."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
+    CAMPAIGNS,
     CHAIN,
     MODES,
+    MUTANTS,
+    REAL_FAULTS,
+    SCALES,
     SOAK,
+    Caught,
     Reference,
     Report,
     Tried,
@@ -20,9 +27,13 @@ from fault_tolerant_transformer_lab.crashes import (
     attempt,
     broken_by_kills,
     crashtest,
+    outdated,
     soak,
+    source_digests,
     undisturbed,
 )
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("kills", [300, pytest.param(1000, marks=pytest.mark.long)])
@@ -140,10 +151,64 @@ def test_a_recorded_report_is_read_again_and_names_what_was_left_out():
     assert again == report and again.table().splitlines()[-1] == "not run at the scale full: states"
 
 
+def test_the_table_says_what_each_peer_found_and_counts_both_kinds_of_cut():
+    alone = {"torch.save": {"ext4": {"old": 2}, "xfs": {"new": 1, "nothing": 1}},
+             "CheckpointStore": {"ext4": {"new": 2}, "xfs": {"new": 2}}}
+    beside = {"CheckpointStore": {"ext4": {"new": 1, "nothing": 1}}}
+    report = Report("quick", peers=alone, peers_beside=beside)
+    lines = report.table().splitlines()
+    assert report.lost == 1
+    assert lines[2].split()[-2:] == ["4", "3"] and lines[2].startswith("power cut after it returned: torch.save")
+    assert ["torch.save", "old", "new", "1,", "nothing", "1"] in [line.split() for line in lines]
+    assert Report("quick", peers="no loop device", peers_beside="no loop device").not_run == [
+        "power cuts of peers: no loop device"]
+
+
+def whole_report(scale):
+    "A report of this very code in which everything ran."
+    report = Report(scale, campaigns=list(CAMPAIGNS), source=source_digests(), peers_beside={"CheckpointStore": {}})
+    report.rows = [Tried("SIGKILL at random moments of training runs", SCALES[scale].kills,
+                         detail={"modes": dict.fromkeys(MODES, 1)}), Tried("errnos of real faults", len(REAL_FAULTS))]
+    report.mutants = [Caught(name, 1, "", (), {}) for name in MUTANTS]
+    return report
+
+
+def test_a_report_of_other_code_or_of_a_part_is_outdated():
+    assert SCALES["full"].kills >= 1000 and outdated(whole_report("full")) == outdated(whole_report("ci")) == []
+    assert set(source_digests()) == {"crashes.py", "publication.py"}
+    for name, value, told in [
+        ("source", {**source_digests(), "publication.py": "0"}, "publication.py has changed"),
+        ("source", {}, "crashes.py has changed"),
+        ("campaigns", [name for name in CAMPAIGNS if name != "power"], "not known to have run: power"),
+        ("mutants", [], "mutants not tried: error of close not believed"),
+        ("rows", whole_report("ci").rows, "300 kills of runs, saving sync, async, overlapped"),
+        ("rows", [], "0 kills of runs, saving in one way"),
+        ("rows", [], "not all of the 9 faults of the kernel"),
+        ("peers_beside", {}, "no power cut of peers after a neighbour's fsync"),
+    ]:
+        report = whole_report("full")
+        setattr(report, name, value)
+        assert told in "; ".join(outdated(report)), name
+
+
+@pytest.mark.parametrize("scale", ["ci", "full"])
+def test_the_recorded_reports_are_read_and_lost_nothing(scale):
+    report = Report.from_plain(json.loads((RESULTS / f"crashtest_{scale}.json").read_text()))
+    assert report.scale == scale and report.lost == 0 and len(report.table().splitlines()) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scale", ["ci", "full"])
+def test_the_recorded_reports_speak_for_this_code(scale):
+    report = Report.from_plain(json.loads((RESULTS / f"crashtest_{scale}.json").read_text()))
+    assert outdated(report) == []
+
+
 def test_one_campaign_by_name_and_an_unknown_scale(tmp_path):
     report = crashtest(scale="quick", only=["copies"], directory=tmp_path, progress_bar=False)
     assert [row.fault for row in report.rows] == ["copies with other timestamps"] and report.lost == 0
     assert list(tmp_path.iterdir()) == []
+    assert report.campaigns == ["copies"] and report.source == source_digests()
     with pytest.raises(ValueError, match="expected one of quick, ci, full, got 'huge'"):
         crashes.crashtest(scale="huge")
     with pytest.raises(ValueError, match="only: expected some of .*copies.*, got kils"):
