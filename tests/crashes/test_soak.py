@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,23 +103,29 @@ else:
     crashtest(scale="full", only=["soak"], directory=place, progress_bar=False)
 """
     done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert done.stdout.readline() == "ready\n"
-    for _ in range(3000):
-        if len(list(memory_dir.rglob("metrics.jsonl"))) >= 2:  # the reference is through, a worker has begun
-            break
-        time.sleep(0.02)
-    assert list(memory_dir.iterdir())
-    done.send_signal(signal.SIGTERM)
-    assert done.wait(60) == 128 + signal.SIGTERM
-    for _ in range(500):
-        try:
+    try:
+        assert done.stdout.readline() == "ready\n"
+        for _ in range(3000):
+            with suppress(FileNotFoundError):  # a run that is through goes while we look
+                if len(list(memory_dir.rglob("metrics.jsonl"))) >= 2:  # the reference is through, a worker has begun
+                    break
+            time.sleep(0.02)
+        assert list(memory_dir.iterdir())
+        done.send_signal(signal.SIGTERM)
+        assert done.wait(60) == 128 + signal.SIGTERM
+        for _ in range(500):
+            try:
+                os.killpg(done.pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.02)
+        with pytest.raises(ProcessLookupError):
             os.killpg(done.pid, 0)
-        except ProcessLookupError:
-            break
-        time.sleep(0.02)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(done.pid, 0)
-    assert list(memory_dir.iterdir()) == []
+        assert list(memory_dir.iterdir()) == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(done.pid, signal.SIGKILL)
+        done.wait()
 
 
 def test_the_watched_child_tells_where_it_is():
