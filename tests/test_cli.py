@@ -596,6 +596,51 @@ def test_a_proof_that_finds_no_equivalence_is_status_1(tmp_path: Path) -> None:
     assert proof["verdict"] == "ERROR" and "finite" in json.dumps(proof)
 
 
+def test_the_full_state_experiment_is_proven_and_misses_whatever_is_left_out() -> None:
+    "Dropout, accumulation, warm-up and cosine, clipping, an average, bf16 and evaluation at once: about a minute."
+    done = fttl("prove", "--config", PACKAGE / "configs" / "pydoc-full-state.json", "--json")
+    proof = json.loads(done.stdout)
+    assert done.returncode == 0 and proof["verdict"] == "EQUIVALENT", done.stdout + done.stderr
+    assert len(proof["rows"]) > 40
+    left_out = {knockout["participant"]: knockout["outcome"] for knockout in proof["knockouts"]}
+    assert left_out == dict.fromkeys(["model", "ema", "optimizer", "progress", "rng"], "caught")
+
+
+def test_a_trainer_of_ones_own_is_proven_certified_and_checked(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from fault_tolerant_transformer_lab.equivalence import ExampleRun\n\n\n"
+        "def make(directory, fault=''):\n    return ExampleRun(fault)\n")
+    prove = ("prove", "--run", "mine:make", "--steps", 3, "--in-process")
+    done = fttl(*prove, "--with", "fault=generator lost", "--html", "page.html", "--junit", "junit.xml", cwd=tmp_path)
+    assert done.returncode == 1 and "suspect generator torch_cpu" in done.stdout
+    assert "<html" in (tmp_path / "page.html").read_text() and "<failure" in (tmp_path / "junit.xml").read_text()
+    assert fttl(*prove, "--certificate", "certificate.json", cwd=tmp_path).returncode == 0
+    checked = fttl("check-certificate", "certificate.json", cwd=tmp_path)
+    assert checked.returncode == 0 and checked.stdout.splitlines()[-1] == "confirmed"
+    for arguments, told in (
+        (("--run", "mine:nothing", "--steps", 2), "can be imported"), (("--run", "mine:make"), "--steps"),
+        (("--steps", 2), "--steps: expected with --run"),
+        (("--sign", "key.pem"), "--sign: expected with --certificate"),
+        ((*prove[1:], "--with", "nothing"), "NAME=VALUE"), ((*prove[1:], "--html", "no/page.html"), "--html"),
+        ((*prove[1:], "--mode", "inductive", "--certificate", "c.json"), "--certificate"),
+    ):
+        assert_refused(fttl("prove", *arguments, cwd=tmp_path), 2, told)
+    assert_refused(fttl("check-certificate", "page.html", cwd=tmp_path), 2, "expected a certificate")
+
+
+def test_a_script_is_proven_and_saves_are_planned(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "trainers" / "counting.py"
+    done = fttl("prove-script", "--checkpoints", "*", "--kills", "checkpoints", "--max-checkpoints", 1, "--jobs", 1,
+                "--", sys.executable, script, "--out", "{dir}", cwd=tmp_path)
+    assert done.returncode in (0, 1) and "kill point" in done.stdout and done.stderr == ""
+    assert_refused(fttl("prove-script", "--checkpoints", "*", cwd=tmp_path), 2, "a program that can be started")
+    assert_refused(fttl("prove-script", "--checkpoints", "*", "--kills", "all", "--", "true", cwd=tmp_path), 2, "kills")
+    planned = fttl("plan", "--mtbf", 10800, "--stall", 5, "--json", cwd=tmp_path)
+    assert planned.returncode == 0
+    assert 320 < json.loads(planned.stdout)["optimal_seconds"] < 335  # Young: sqrt(2 * 5 * 10800) is 329
+    assert_refused(fttl("plan", "--stall", 5, cwd=tmp_path), 2, "mtbf: expected")
+
+
 def test_prove_refuses_data_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text(json.dumps(TEXT))
     assert_refused(fttl("prove", "--config", "text.json", cwd=tmp_path), 2, "corpus.txt")

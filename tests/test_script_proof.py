@@ -280,7 +280,7 @@ def test_the_report_is_json_and_junit_and_names_a_command_for_each_row():
     assert plain["verdict"] == "DIVERGENT" and plain["rows"][0]["diagnosis"]["suspects"][0]["name"] == "generator"
     suite = xml.etree.ElementTree.fromstring(proof.to_junit())
     assert len(suite.findall("testcase")) == len(suite.findall("testcase/failure")) == 3 == int(suite.get("failures"))
-    assert "--only checkpoint-1" in proof.rows[0].command and "--steps-flag --steps" in proof.rows[0].command
+    assert "--only checkpoint-1" in proof.rows[0].command and "--steps-flag=--steps" in proof.rows[0].command
 
 
 @pytest.mark.parametrize(("wishes", "told"), [
