@@ -652,7 +652,11 @@ def _require_step(generation: Generation, step: int) -> None:
 # %% ../nbs/05_publication.ipynb #cell-071
 def _no_link(directory: Path) -> Path:
     "The directory without links above it; a link in its own place is refused."
-    if directory.is_symlink():
+    try:
+        is_link = directory.is_symlink()
+    except OSError as error:  # a directory above is closed to this user
+        raise PublicationError("read", directory, error) from error
+    if is_link:
         raise CheckpointError(
             f"{place_of(directory)} is a symbolic link, and whoever can exchange a link can exchange every checkpoint: "
             f"name the directory itself ({directory.resolve().name}/); links further up the path are followed"
