@@ -1060,7 +1060,7 @@ class Refusing:
     (nn.Linear(1, 1), None, "make it a participant itself"),
     (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), None, "make it a participant itself"),
     (3, None, "no instance attributes"),
-], ids=str)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_fields_that_cannot_be_state_are_refused_when_they_are_declared(obj, fields, message):
     with pytest.raises(ContractError, match=message):
         PlainState(obj, fields)
