@@ -389,11 +389,11 @@ def test_the_end_of_a_run_waits_for_its_last_checkpoint(tmp_path, direct, mode):
         if (name, step) == ("after_backward", 5):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    config = TINY.replace(checkpoint_mode=mode)
+    config, threads = TINY.replace(checkpoint_mode=mode), threading.active_count()
     with pytest.raises(Interrupted) as stopped:
         run(config, tmp_path, disk=Slow(0.2), on_boundary=strike)
     assert (stopped.value.step, stopped.value.path.name) == (5, "step-00000005.safetensors")
-    assert steps_in(tmp_path) == [4, 5] and threading.active_count() == 1
+    assert steps_in(tmp_path) == [4, 5] and threading.active_count() <= threads
     result = run(config, tmp_path, disk=Slow(0.2))
     assert same(result, direct) and steps_in(tmp_path) == [6, 8]
     assert read_manifest(result.directory / result.checkpoint).state_digest == direct.state_digest
