@@ -6,7 +6,7 @@
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH', 'DTYPES', 'UnknownSchemaError',
            'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree', 'decode_tree',
            'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'Manifest', 'Ring', 'Encoding', 'encode',
-           'state_digest', 'read_manifest', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance',
+           'state_digest', 'read_manifest', 'usable_cores', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance',
            'compare_tensors', 'Difference', 'diff_manifests', 'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
@@ -1028,7 +1028,7 @@ def read_manifest(
 _BLOCK_BYTES = 2 << 20  # one read while verifying; each of at most 16 workers reuses one such buffer
 
 
-def _n_cores() -> int:
+def usable_cores() -> int:  # at least 1
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -1071,14 +1071,14 @@ def _verify_run(
 def _verify(file: _File, manifest: Manifest) -> None:
     """Check every byte of the data section, on all cores."""
     groups = _runs(manifest)
-    n_workers = max(1, min(_n_cores(), 16, len(groups)))
+    n_workers = max(1, min(usable_cores(), 16, len(groups)))
     with ThreadPoolExecutor(n_workers, thread_name_prefix="checkpoint-verify") as pool:
         buffers = [memoryview(bytearray(_BLOCK_BYTES)) for _ in range(n_workers)]
 
         def _check(group: list[tuple[str, TensorEntry]]) -> None:
             buffer = buffers.pop()
             try:
-                _verify_run(file, manifest.data_start, group, buffer, max(1, _n_cores() // n_workers))
+                _verify_run(file, manifest.data_start, group, buffer, max(1, usable_cores() // n_workers))
             finally:
                 buffers.append(buffer)
         try:

@@ -9,7 +9,7 @@ __all__ = ['MakeRun', 'PLACES', 'FAULTS', 'RestartableRun', 'FunctionRun', 'run_
            'Bench', 'Route', 'Trail', 'follow', 'Divergence', 'records', 'first_divergence', 'forgotten',
            'final_checkpoint', 'final_divergence', 'Wishes', 'disk_interruptions', 'chains', 'recovery', 'plan', 'Row',
            'Knockout', 'Proof', 'segments', 'Prover', 'uninterrupted', 'measure', 'knocked_out', 'prove', 'cost',
-           'step_digest', 'prove_restart', 'prove_training']
+           'step_digest', 'workspace_for', 'prove_restart', 'prove_training']
 
 # %% ../nbs/07_equivalence.ipynb #cell-003
 import json
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
 
-from .checkpoint_file import diff, encode, verify
+from .checkpoint_file import diff, encode, usable_cores, verify
 from .config import ExperimentConfig
 from fault_tolerant_transformer_lab.contract import (
     CheckpointError,
@@ -1803,18 +1803,16 @@ def _told_of(
             "environment": begun[0]["environment"] if begun else None}
 
 # %% ../nbs/07_equivalence.ipynb #cell-108
-def _usable_cores() -> int:  # at least 1
-    "Count the cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
-def _workspace_for(
+def workspace_for(
     directory: Path | str | None,  # None makes one and removes it
+    prefix: str = "fttl-proof-",  # what the name of one that is made begins with
+    *,
+    ignore_cleanup_errors: bool = False,  # where something may still write into it while it is removed
 ) -> Iterator[Path]:
     "Give a folder that is empty. Raises `FileExistsError` where there is something in it."
     if directory is None:
-        with tempfile.TemporaryDirectory(prefix="fttl-proof-") as folder:
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=ignore_cleanup_errors) as folder:
             yield Path(folder)
         return
     path = Path(directory)
@@ -1859,8 +1857,8 @@ def prove_restart(
     wishes, driver = _wishes_of(asked), ContractDriver(make_run, steps, save_every)
     if not in_process:
         _check_picklable(driver)
-    bench = Bench(driver, jobs or _usable_cores(), in_process, hang_timeout)
-    with _workspace_for(directory) as workspace:
+    bench = Bench(driver, jobs or usable_cores(), in_process, hang_timeout)
+    with workspace_for(directory) as workspace:
         prover = Prover(bench, workspace, steps, threads, directory is not None, asked=asked)
         return prove(prover, wishes, progress_bar)
 
@@ -1930,10 +1928,10 @@ def prove_training(
         chosen = disk_steps = _chosen_steps(interrupt_at, config.steps)
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
                     points=[read_point(point) for point in points])
-    bench = Bench(TrainingDriver(config), jobs or _usable_cores(), False, hang_timeout)
+    bench = Bench(TrainingDriver(config), jobs or usable_cores(), False, hang_timeout)
     asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,
              "points": [point_of(stops) for stops in wishes.points], "operations": operations, "knock_out": knock_out,
              "threads": threads}
-    with _workspace_for(directory) as workspace:
+    with workspace_for(directory) as workspace:
         prover = Prover(bench, workspace, config.steps, threads, directory is not None, asked=asked)
         return prove(prover, wishes, progress_bar)

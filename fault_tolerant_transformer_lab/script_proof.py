@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -32,7 +31,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,9 +43,15 @@ import torch
 from blake3 import blake3
 from tqdm import tqdm
 
-from .checkpoint_file import FileTensor, byte_view, compare_tensors, open_checkpoint
+from fault_tolerant_transformer_lab.checkpoint_file import (
+    FileTensor,
+    byte_view,
+    compare_tensors,
+    open_checkpoint,
+    usable_cores,
+)
 from .diagnosis import Diagnosis
-from .equivalence import ProofError, Suspect, Verdict, _preloaded
+from .equivalence import ProofError, Suspect, Verdict, _preloaded, workspace_for
 
 # %% ../nbs/07d_scripts.ipynb #cell-006
 _Leaves = Iterator[tuple[str, Any]]
@@ -1706,10 +1711,11 @@ def prove_script(
     script = Script((*command, *more), globs, (*resume_command, *more) if resume_command else None, timeout,
                     dict(environment or {}), Path.cwd(), not why_not)
     started = time.monotonic()
-    with CheckpointReader(trust) as reader, _workspace(directory) as workspace:
+    empty = workspace_for(directory, "fttl-script-", ignore_cleanup_errors=True)
+    with CheckpointReader(trust) as reader, empty as workspace:
         again, keep = (lambda name: _again(command, asked, name)), directory is not None
-        prover = _Prover(script, reader, workspace, wanted, ignore, again, keep)
-        prover.jobs, prover.progress_bar = jobs or _cores(), progress_bar
+        prover = _Prover(script, reader, workspace.resolve(), wanted, ignore, again, keep)
+        prover.jobs, prover.progress_bar = jobs or usable_cores(), progress_bar
         proof = _concluded(prover)
     facts = {"command": list(script.command), "checkpoints": list(globs), "processes": prover.processes,
              "seconds": round(time.monotonic() - started, 1), "trusted": trust}
@@ -1766,22 +1772,3 @@ def _again(command: Sequence[str], asked: Mapping[str, Any], name: str) -> str:
         elif option in ("trust", "every_event") and value:
             words.append(f"--{option.replace('_', '-')}")
     return shlex.join([*words, "--only", name, "--", *command])
-
-
-def _cores() -> int:
-    "Count the cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _workspace(directory: Path | str | None) -> Iterator[Path]:
-    "Give an empty folder for the runs; a temporary one where none is named."
-    if directory is None:
-        with tempfile.TemporaryDirectory(prefix="fttl-script-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder).resolve()
-        return
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise FileExistsError(f"{path}: expected an empty or a new folder for the proof's runs, got one with files")
-    yield path.resolve()
