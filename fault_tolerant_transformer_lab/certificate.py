@@ -128,7 +128,9 @@ def certificate(
 
 # %% ../nbs/07b_certificate.ipynb #cell-016
 class CertificateError(CheckpointError):
-    "A file is no certificate, or not one that was written by this package and left alone."
+    """A file is no certificate, or not one that was written by this package and left alone.
+
+    Remedy: use the file as it was written, with the release that wrote it, or prove the run again."""
 
 
 def write_certificate(

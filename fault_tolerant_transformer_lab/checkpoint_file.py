@@ -59,11 +59,16 @@ _MAX_DIMENSIONS = 64
 
 
 class UnknownSchemaError(CheckpointError):
-    """The checkpoint follows a layout that this release does not know; it is refused, never guessed."""
+    """The checkpoint follows a layout that this release does not know; it is refused, never guessed.
+
+    Remedy: use the release that wrote the checkpoint, or a later one that still reads it."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """The file is not a whole, undamaged checkpoint; `where` says which tensor, or that it is the header."""
+    """The file is not a whole, undamaged checkpoint; `where` says which tensor, or that it is the header.
+
+    Remedy: keep the file as evidence and restore the generation before it, as `CheckpointStore.restore` does by
+    itself; then look at the disk that held it."""
 
     def __init__(
         self,
@@ -75,11 +80,16 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class NotACheckpointError(CheckpointCorruptError):
-    """What was named does not even begin as a checkpoint: a link, a device, a text, somebody else's tensors."""
+    """What was named does not even begin as a checkpoint: a link, a device, a text, somebody else's tensors.
+
+    Remedy: name the checkpoint itself, a file of this format; nothing is known to be damaged."""
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-015
 class MalformedTree(ValueError):
-    """A JSON value that no state tree encodes to."""
+    """A JSON value that no state tree encodes to.
+
+    Remedy: only a file made or changed by other hands gets here; a reader of files turns it into
+    `CheckpointCorruptError`, so treat it like one."""
 
 
 _SAFE_INT = 1 << 53  # what other readers of JSON, which keep numbers as doubles, still read exactly

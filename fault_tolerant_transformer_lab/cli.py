@@ -107,7 +107,9 @@ def configuration(
 
 # %% ../nbs/10_cli.ipynb #cell-023
 class UsageError(ValueError):
-    "A command line that cannot be carried out; the message says what was expected, what arrived, and the remedy."
+    """A command line that cannot be carried out; the message says what was expected, what arrived, and the remedy.
+
+    Remedy: correct the flag that the message names; `--help` of the command shows what each one takes."""
 
 
 def reduced(

@@ -70,7 +70,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    "A configuration was refused. The message is one line; `problems` holds its parts."
+    """A configuration was refused. The message is one line; `problems` holds its parts.
+
+    Remedy: the message names each field, what it takes and what arrived; set it so, or leave it out where it has a
+    default."""
 
     def __init__(
         self,

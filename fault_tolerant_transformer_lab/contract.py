@@ -34,15 +34,23 @@ from .config import ABSENT, ConfigError, Drift, drift, shown, to_plain
 
 # %% ../nbs/03_contract.ipynb #cell-013
 class CheckpointError(Exception):
-    "Base of every error about a checkpoint: catching it catches all of them."
+    """Base of every error about a checkpoint: catching it catches all of them.
+
+    Remedy: read the message, which is that of a class below; catch this one to treat them all alike."""
 
 
 class ContractError(CheckpointError):
-    "Participants that do not fit together, or state that cannot be represented."
+    """Participants that do not fit together, or state that cannot be represented.
+
+    Remedy: do what the message says for the participant or the path that it names, before the run is trusted: what
+    cannot be represented would be lost."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    "The checkpoint belongs to another experiment; `fields` lists every difference."
+    """The checkpoint belongs to another experiment; `fields` lists every difference.
+
+    Remedy: resume with the values of the checkpoint's run, start a new run in another directory, or take over chosen
+    participants with `only=`."""
 
     def __init__(
         self,
@@ -54,7 +62,10 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class EnvironmentMismatchError(CheckpointError):
-    "The machine's settings would give other bits; `fields` lists every fact that differs."
+    """The machine's settings would give other bits; `fields` lists every fact that differs.
+
+    Remedy: set the machine back as each field says, or accept other bits with `allow_environment_change=True`
+    (`--allow-environment-change`), which the lineage records."""
 
     def __init__(
         self,

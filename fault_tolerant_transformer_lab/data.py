@@ -28,7 +28,9 @@ from .config import ExperimentConfig
 
 # %% ../nbs/02_data.ipynb #cell-009
 class DataError(ValueError):
-    "The data cannot be what the experiment asks for; one line: what was expected, what was found, the remedy."
+    """The data cannot be what the experiment asks for; one line: what was expected, what was found, the remedy.
+
+    Remedy: mend the file, the path or the configuration that the message names; nothing was trained on."""
 
 
 class TokenSource(Protocol):

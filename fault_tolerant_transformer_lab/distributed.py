@@ -130,7 +130,10 @@ class RankOutcome:
 
 
 class RankFailure(CheckpointError):
-    "A rank failed; the message names the first one and its cause."
+    """A rank failed; the message names the first one and its cause.
+
+    Remedy: mend the cause on the rank that is named first; the others only ended because it did. Then start the run
+    again."""
 
     def __init__(
         self,

@@ -126,7 +126,10 @@ class Verdict(StrEnum):
 
 
 class ProofError(AssertionError):
-    "The proof did not find the runs equivalent; the message is the diagnosis."
+    """The proof did not find the runs equivalent; the message is the diagnosis.
+
+    Remedy: read the diagnosis, which names the first step, the first tensor and the suspects; mend the run, and
+    prove it again."""
 
 # %% ../nbs/07_equivalence.ipynb #cell-021
 @dataclass(frozen=True)

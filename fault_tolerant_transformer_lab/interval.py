@@ -15,7 +15,9 @@ from .ledger import Account, duration
 
 # %% ../nbs/05c_interval.ipynb #cell-007
 class PlanError(ConfigError):
-    "An input that no plan can be made for; the message says what was expected, what arrived, and the remedy."
+    """An input that no plan can be made for; the message says what was expected, what arrived, and the remedy.
+
+    Remedy: give the input that the message names in the range and the unit that it states."""
 
 
 def require_number(

@@ -30,7 +30,9 @@ End = Literal["running", "finished", "stopped", "failed"]
 
 
 class LedgerError(CheckpointError):
-    "A ledger that cannot be used as one; the message says what was expected, what arrived, and the remedy."
+    """A ledger that cannot be used as one; the message says what was expected, what arrived, and the remedy.
+
+    Remedy: read the ledger of the run that was meant, or set the file aside: the checkpoints do not depend on it."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,10 @@ class LoraConfig(FrozenConfig):
 
 
 class LoraError(ValueError):
-    "Adapters, or a file of them, that are not in a state to do what was asked."
+    """Adapters, or a file of them, that are not in a state to do what was asked.
+
+    Remedy: bring adapters and base into the state that the message asks for, such as merged, or build them as the
+    file's run did."""
 
 # %% ../nbs/09_lora.ipynb #cell-016
 class LoraLinear(nn.Linear):
@@ -758,7 +761,9 @@ class TuningComparison:
 
 # %% ../nbs/09_lora.ipynb #cell-089
 class TuningInterrupted(Interrupted):
-    "A signal asked a comparison to stop; the arm under way has saved what was completed."
+    """A signal asked a comparison to stop; the arm under way has saved what was completed.
+
+    Remedy: none is needed: give the same command again, and each arm goes on from its last checkpoint."""
 
     def __str__(self) -> str:
         saved = f"saved as {place_of(self.path)}" if self.path else "no step of it was completed"

@@ -94,7 +94,10 @@ def _remedy_for(operation: str, path: Path, code: int) -> str:
 
 # %% ../nbs/05_publication.ipynb #cell-012
 class PublicationError(CheckpointError):
-    "An operation on the disk failed; the message names it, its path, the errno and the remedy."
+    """An operation on the disk failed; the message names it, its path, the errno and the remedy.
+
+    Remedy: the message ends with what helps for this errno, such as freeing space; what was published before is
+    untouched, and the next save needs no repair."""
 
     def __init__(
         self,
@@ -703,7 +706,10 @@ class Generations:
 
 # %% ../nbs/05_publication.ipynb #cell-077
 class NoCheckpointError(CheckpointError):
-    "Nothing to restore from; `empty` tells a fresh directory from one whose checkpoints cannot be used."
+    """Nothing to restore from; `empty` tells a fresh directory from one whose checkpoints cannot be used.
+
+    Remedy: check the path. Where `empty` is true, start the run from step 0; where it is false, look at `reasons`,
+    and never start over in the same directory."""
 
     def __init__(
         self,
@@ -867,7 +873,10 @@ def _remove_temporaries(disk: Disk, directory: int) -> None:
 
 # %% ../nbs/05_publication.ipynb #cell-094
 class CheckpointLockedError(CheckpointError):
-    "Another process is writing into this directory; `pid`, `host` and `started` say which."
+    """Another process is writing into this directory; `pid`, `host` and `started` say which.
+
+    Remedy: wait until the process that it names has ended, or stop it, or write into another directory. Readers need
+    no lock."""
 
     def __init__(
         self,

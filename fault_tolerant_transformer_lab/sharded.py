@@ -629,7 +629,9 @@ def _sliced(contract: Contract, saved: SavedState) -> SavedState:
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-022
 class FencedError(CheckpointError):
-    "A newer attempt has taken the run over; nothing was published, and this process must end."
+    """A newer attempt has taken the run over; nothing was published, and this process must end.
+
+    Remedy: end this process, and leave the run to the newer attempt that the message names."""
 
 
 @dataclass(frozen=True)

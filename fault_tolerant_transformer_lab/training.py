@@ -193,11 +193,16 @@ def clip_gradients(
 
 # %% ../nbs/06_training.ipynb #cell-031
 class TrainingError(Exception):
-    "The run cannot start or go on as asked; nothing that was published is touched."
+    """The run cannot start or go on as asked; nothing that was published is touched.
+
+    Remedy: do what the message says and start again: what was published is still there to go on from."""
 
 
 class NonFiniteLossError(TrainingError):
-    "A loss or gradient norm that is infinite or not a number, found before the update that would have spread it."
+    """A loss or gradient norm that is infinite or not a number, found before the update that would have spread it.
+
+    Remedy: lower the learning rate, set `grad_clip`, or look at the batch of the step that it names; the run can go
+    on from its last checkpoint."""
 
     def __init__(
         self,
@@ -223,7 +228,10 @@ def how_to_go_on(
 
 
 class Interrupted(Exception):
-    "A signal asked the run to stop; it has saved what was completed, and `how_to_go_on` says how to continue it."
+    """A signal asked the run to stop; it has saved what was completed, and `how_to_go_on` says how to continue it.
+
+    Remedy: none is needed: start the same command again, and the run goes on from the checkpoint that the message
+    names."""
 
     def __init__(
         self,
