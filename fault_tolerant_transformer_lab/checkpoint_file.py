@@ -303,16 +303,24 @@ def _typed(staging: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tenso
     return staging[begin:begin + n_bytes].view(like.dtype).view(like.shape)
 
 
+_SHARED = 1 << 20  # bytes from which waking torch's threads pays
+
+
 def copy_bytes(
     tensor: torch.Tensor,  # of any strides, on any device
     memory: torch.Tensor,  # bytes on the CPU
     begin: int,  # where in `memory` its first byte goes; a multiple of the tensor's item size
+    *,
+    threads: bool = False,  # torch's threads are free to copy a large tensor together
 ) -> None:
     """Copy a tensor's bytes, in row-major order, into memory."""
     n_bytes = tensor.nbytes
     if not 0 <= begin <= memory.nbytes - n_bytes:
         raise ValueError(f"{n_bytes} bytes do not fit at byte {begin} of {memory.nbytes}")
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        if threads and n_bytes >= _SHARED:
+            memory[begin:begin + n_bytes].copy_(tensor.detach().view(-1).view(torch.uint8))
+            return
         ctypes.memmove(memory.data_ptr() + begin, tensor.data_ptr(), n_bytes)  # a tenth of a small tensor's `copy_`
     else:
         _typed(memory, begin, tensor).copy_(tensor.detach())

@@ -72,10 +72,15 @@ class _Copier:
             self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, tensor: torch.Tensor, slot: Slot) -> None:  # slot: where in the memory it goes
+    def copy(
+        self,
+        tensor: torch.Tensor,
+        slot: Slot,  # where in the memory it goes
+        standing: bool,  # the run stands still meanwhile, and its threads are free
+    ) -> None:
         "Copies one tensor into its slot, or has it copied by the time that `wait` returns."
         if tensor.device.type != "cuda":
-            copy_bytes(tensor, self.memory, slot.begin)
+            copy_bytes(tensor, self.memory, slot.begin, threads=standing)
             return
         place = self.memory[slot.begin:slot.begin + slot.n_bytes].view(slot.dtype).view(slot.shape)
         with torch.cuda.stream(self._streams[tensor.device]):
@@ -153,7 +158,7 @@ class Staged:
             if late and _place_of(tensor) in late and not tensor.is_inference():
                 self._rest.append(_Watched(slot, tensor))
             else:
-                self._copier.copy(tensor, slot)
+                self._copier.copy(tensor, slot, standing=True)
         self._copier.wait()
         encoding.relocate(memory.numpy().data)
 
@@ -163,7 +168,7 @@ class Staged:
             for watched in self._rest:
                 if not watched.is_same():  # its memory may even be gone
                     break
-                self._copier.copy(watched.tensor, watched.slot)
+                self._copier.copy(watched.tensor, watched.slot, standing=False)
             self._copier.wait()
             with self._lock:
                 self._look()

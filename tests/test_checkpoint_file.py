@@ -239,21 +239,39 @@ def test_a_state_of_any_size_passes_through_four_page_aligned_buffers():
 def test_a_relocated_encoding_gives_the_same_file_out_of_the_memory_that_it_was_given():
     tree = {"big": torch.randn(3_000_001), "half": torch.randn(7).half(), "empty": torch.zeros(0), "n": torch.tensor(3)}
     files = []
-    for relocated in (False, True):
+    for threads in (None, False, True):
         encoding = encode(snapshot(tree))
-        if relocated:
+        if threads is not None:
             memory = torch.zeros(encoding.data_bytes, dtype=torch.uint8)
             for slot in encoding.slots:
-                checkpoint_file.copy_bytes(encoding.tensors[slot.name], memory, slot.begin)
+                checkpoint_file.copy_bytes(encoding.tensors[slot.name], memory, slot.begin, threads=threads)
             encoding.relocate(memory.numpy().data)
             assert encoding.tensors == {}
         file = bytearray(encoding.n_bytes)
         for offset, view in encoding.chunks():
             file[offset:offset + len(view)] = view
         files.append(bytes(file))
-    assert files[0] == files[1]
+    assert files[0] == files[1] == files[2]
     with pytest.raises(ValueError, match="expected memory of"):
         encode(snapshot(tree)).relocate(memoryview(bytearray(3)))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "int16", "uint16", "bfloat16", "float16", "float32", "float64",
+                                   "complex64", "complex128", "float8_e4m3fn", "float8_e8m0fnu"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "conjugate"])
+def test_threads_copy_the_same_bits_as_one(dtype, layout):
+    dtype = getattr(torch, dtype)
+    if layout == "conjugate" and not dtype.is_complex:
+        layout = "contiguous"
+    n = (1 << 21) // dtype.itemsize
+    every_pattern = torch.randint(0, 2 if dtype == torch.bool else 256, (n * dtype.itemsize,), dtype=torch.uint8)
+    tensor = every_pattern.view(dtype).view(2, -1)  # signalling NaN, negative zero, denormals among them
+    tensor = {"contiguous": tensor, "transposed": tensor.t(), "conjugate": tensor.conj()}[layout]
+    one, many = (torch.zeros(tensor.nbytes, dtype=torch.uint8) for _ in range(2))
+    checkpoint_file.copy_bytes(tensor, one, 0)
+    checkpoint_file.copy_bytes(tensor, many, 0, threads=True)
+    assert torch.equal(one, many)
+    assert torch.equal(one, tensor.resolve_conj().contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("n", [1000, 4000])
