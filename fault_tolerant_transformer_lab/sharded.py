@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -90,12 +90,12 @@ from fault_tolerant_transformer_lab.publication import (
     CheckpointLockedError,
     CheckpointStore,
     Disk,
+    ForwardingDisk,
     NoCheckpointError,
-    Operation,
-    PublicationError,
     Published,
     Restored,
     WriterLock,
+    fill,
     make_directories,
     place_of,
     publish,
@@ -103,7 +103,6 @@ from fault_tolerant_transformer_lab.publication import (
     step_of,
     to_delete,
     write_atomically,
-    write_fully,
 )
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-009
@@ -700,7 +699,6 @@ def _started(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-025
-_T = TypeVar("_T")
 _GENERATION = re.compile(r"step-([0-9]{8,19})")
 _LEFT_OVER = re.compile(r"\.step-[0-9]{8,19}\.[0-9a-f]{32}\.tmp")
 
@@ -722,24 +720,8 @@ def sharded_step_of(
     return int(found[1]) if found and sharded_name(int(found[1])) == name else None
 
 
-class ShardDisk(Disk):
-    "A disk that can also remove a directory; another disk's `operation` has the last word, to plant faults."
-
-    def __init__(
-        self,
-        inner: Disk | None = None,  # the seam; None is the real disk
-    ) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def operation(
-        self,
-        name: str,  # see `Seam.operation`
-        path: Path,  # see `Seam.operation`
-        call: Operation[_T],  # see `Seam.operation`
-    ) -> _T:
-        "Let the inner disk do it."
-        return call() if self.inner is None else self.inner.operation(name, path, call)
+class ShardDisk(ForwardingDisk):
+    "A disk that can also remove a directory."
 
     def remove_directory(
         self,
@@ -828,7 +810,7 @@ class ShardWriter(StorageWriter):
         encoding = encode(dataclasses.replace(self.state.snapshot, tree={"shards": parts, "own": self.state.own}))
         fd = self.disk.open_directory(self.folder)
         try:
-            _write_file(self.disk, fd, shard_name(self.rank), encoding.chunks())
+            fill(self.disk, self.disk.create(fd, shard_name(self.rank)), encoding.chunks())
             self.disk.sync_directory(fd)
         finally:
             self.disk.release(fd)
@@ -881,20 +863,6 @@ def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], di
         if math.prod(sizes) or not math.prod(found.size):  # a rank without rows wrote an empty chunk
             chunks.append(Chunk(offsets, sizes, **places[offsets]))
     return ShardedTensor(found.properties.dtype, tuple(map(int, found.size)), tuple(chunks))
-
-
-def _write_file(disk: Disk, directory: int, name: str, chunks: Iterable[tuple[int, memoryview]]) -> None:
-    "Create, write, sync and close a file."
-    fd = disk.create(directory, name)
-    try:
-        for offset, data in chunks:
-            write_fully(disk, fd, data, offset)
-        disk.fsync(fd)
-    except BaseException:
-        with suppress(PublicationError):  # the first error is the one to report
-            disk.close(fd)
-        raise
-    disk.close(fd)
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-029
 @dataclass(frozen=True)
@@ -1124,7 +1092,7 @@ class _Publishing:
         "On rank 0: the plan, the lock, the token, the rename."
         folder = self.disk.open_directory(self.directory / temporary)
         try:
-            _write_file(self.disk, folder, INDEX, [(0, memoryview(manifest.to_bytes()))])
+            fill(self.disk, self.disk.create(folder, INDEX), [(0, memoryview(manifest.to_bytes()))])
             self.disk.sync_directory(folder)  # before the rename: a name must not lead to a directory without names
         finally:
             self.disk.release(folder)

@@ -53,6 +53,7 @@ from .model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import (
     CheckpointStore,
     Disk,
+    ForwardingDisk,
     NoCheckpointError,
     Operation,
     Pending,
@@ -546,16 +547,16 @@ def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
 _T = TypeVar("_T")
 
 
-class RunDisk(Disk):
+class RunDisk(ForwardingDisk):
     "A disk for a run: reports each operation of a save as a boundary, and can append to the log."
 
     def __init__(
         self,
-        inner: Disk,  # its `operation` has the last word on each operation
+        inner: Disk,  # see `ForwardingDisk`
         on_boundary: OnBoundary,  # called with "during_write" before each operation of a save; may not return
     ) -> None:
-        super().__init__()
-        self.inner, self.on_boundary = inner, on_boundary
+        super().__init__(inner)
+        self.on_boundary = on_boundary
         self.saving: int | None = None  # the step being saved; None outside a save
         self.in_background = False  # whether that save's operations are those of other threads than the owner's
         self._owner = threading.get_ident()
@@ -570,7 +571,7 @@ class RunDisk(Disk):
         trains_meanwhile = self.in_background and threading.get_ident() == self._owner
         if self.saving is not None and not trains_meanwhile:
             self.on_boundary("during_write", self.saving)
-        return self.inner.operation(name, path, call)
+        return super().operation(name, path, call)
 
     def open_append(
         self,

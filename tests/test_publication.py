@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,12 @@ from fault_tolerant_transformer_lab.publication import (
     CheckpointLockedError,
     CheckpointStore,
     Disk,
+    ForwardingDisk,
     Generations,
     NoCheckpointError,
     PublicationError,
     RecordingDisk,
+    fill,
     generation_name,
     make_directories,
     place_of,
@@ -157,6 +160,56 @@ def test_short_writes_and_one_interruption_are_continued(directory):
     published = store_with(directory, 3, disk=disk).latest()
     assert disk.attempts > 10 and verify(published.path).step == 3
     assert published.path.read_bytes() == store_with(directory.parent / "plain", 3).latest().path.read_bytes()
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync", "close"])
+def test_where_filling_a_file_fails_its_maker_stops_and_nothing_is_repeated(directory, operation):
+    class Failing(RecordingDisk):
+        def operation(self, name, path, call):
+            if name == operation:
+                call = replace(call, perform=fails)
+            return super().operation(name, path, call)
+
+    def fails(call):
+        if call.name == "close":
+            os.close(fd)
+        raise OSError(errno.EIO, "broken")
+
+    def chunks():
+        try:
+            for i in range(3):
+                yield i, memoryview(b"x")
+        finally:
+            stopped.append(True)
+
+    directory.mkdir(mode=0o700)
+    disk, stopped = Failing(), []
+    opened = disk.open_directory(directory)
+    fd = disk.create(opened, "file")
+    with pytest.raises(PublicationError) as raised:
+        fill(disk, fd, chunks())
+    assert raised.value.operation == operation and stopped == [True]
+    names = [record.name for record in disk.records]
+    assert names.count(operation) == names.count("close") == 1 and names.count("fsync") <= 1
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    disk.release(opened)
+
+
+def test_a_disk_with_operations_of_its_own_passes_all_of_them_to_the_inner_one(directory):
+    class Extended(ForwardingDisk):
+        def look(self, directory):
+            return self.perform("look", self.path_of(directory), lambda op: os.listdir(directory))
+
+    plain, inner = RecordingDisk(), RecordingDisk()
+    store_with(directory.parent / "plain", 2, disk=plain)
+    extended = Extended(inner)
+    store_with(directory, 2, disk=extended)
+    assert [str(record) for record in inner.records] == [
+        str(record).replace("plain", directory.name) for record in plain.records]
+    opened = extended.open_directory(directory)
+    assert LOCK_NAME in extended.look(opened) and inner.records[-1].name == "look"
+    extended.release(opened)
 
 
 @pytest.mark.parametrize("taken", [0, -1])
