@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .config import ExperimentConfig
 
-# %% ../nbs/01_model.ipynb #cell-008
+# %% ../nbs/01_model.ipynb #cell-011
 class CausalSelfAttention(nn.Module):
     "Each position looks at itself and at what came before it, never ahead."
 
@@ -47,7 +47,7 @@ class CausalSelfAttention(nn.Module):
         )
         return self.projection(y_BHTC.transpose(1, 2).reshape(B, T, D))
 
-# %% ../nbs/01_model.ipynb #cell-017
+# %% ../nbs/01_model.ipynb #cell-020
 class FeedForward(nn.Module):
     "Two linear maps with a GELU between them, applied to every position alone."
 
@@ -67,7 +67,7 @@ class FeedForward(nn.Module):
         "Transform each position by itself."
         return self.projection(F.gelu(self.expand(x_BTD)))
 
-# %% ../nbs/01_model.ipynb #cell-018
+# %% ../nbs/01_model.ipynb #cell-021
 class Block(nn.Module):
     "Attention, then feed-forward; each reads a normalised copy of the stream and adds to the stream."
 
@@ -93,7 +93,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
-# %% ../nbs/01_model.ipynb #cell-022
+# %% ../nbs/01_model.ipynb #cell-025
 class Transformer(nn.Module):
     "Decoder-only transformer: tokens in, logits over the next token out, at every position."
 
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD))
 
-# %% ../nbs/01_model.ipynb #cell-023
+# %% ../nbs/01_model.ipynb #cell-026
 def _initialise(model: Transformer) -> None:
     "Draw embeddings and linear weights from N(0, 0.02²), the last map of each residual branch from a narrower one."
     narrow = 0.02 / math.sqrt(2 * max(1, len(model.blocks)))
@@ -155,14 +155,14 @@ def _initialise(model: Transformer) -> None:
                 module.weight.normal_(0.0, narrow if name.endswith(".projection") else 0.02)
                 module.bias.zero_()
 
-# %% ../nbs/01_model.ipynb #cell-032
+# %% ../nbs/01_model.ipynb #cell-035
 def n_parameters(
     model: nn.Module,  # any module
 ) -> int:  # a tied parameter counts once
     "Count the numbers that training can change."
     return sum(p.numel() for p in model.parameters())
 
-# %% ../nbs/01_model.ipynb #cell-051
+# %% ../nbs/01_model.ipynb #cell-054
 @torch.no_grad()
 def generate(
     model: Transformer,  # its training or evaluation mode is left as found
