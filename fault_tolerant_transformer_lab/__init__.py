@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         Progress,
         RandomGenerators,
     )
-    from fault_tolerant_transformer_lab.equivalence import prove_restart, prove_training
+    from fault_tolerant_transformer_lab.diagnosis import diagnosis_of
+    from fault_tolerant_transformer_lab.equivalence import prove_restart, prove_training, run_from
     from fault_tolerant_transformer_lab.lora import (
         AdapterState,
         LoraConfig,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
         NoCheckpointError,
         PublicationError,
     )
-    from fault_tolerant_transformer_lab.training import train
+    from fault_tolerant_transformer_lab.script_proof import prove_script
+    from fault_tolerant_transformer_lab.training import stop_signals, train
 
 _ROOM_OF = {
     "ConfigError": "config",
@@ -72,6 +74,10 @@ _ROOM_OF = {
     "train": "training",
     "prove_restart": "equivalence",
     "prove_training": "equivalence",
+    "run_from": "equivalence",
+    "diagnosis_of": "diagnosis",
+    "prove_script": "script_proof",
+    "stop_signals": "training",
     "Accumulation": "contract",
     "ModuleFlags": "contract",
     "PlainState": "contract",
@@ -108,6 +114,7 @@ __all__ = [
     "UnknownSchemaError",
     "adapt",
     "compare_tuning",
+    "diagnosis_of",
     "diff",
     "export_peft",
     "import_peft",
@@ -115,8 +122,11 @@ __all__ = [
     "merge",
     "open_checkpoint",
     "prove_restart",
+    "prove_script",
     "prove_training",
     "read_manifest",
+    "run_from",
+    "stop_signals",
     "train",
     "unmerge",
     "verify",
