@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,17 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fault_tolerant_transformer_lab.config import load_config, shipped_config
-from fault_tolerant_transformer_lab.distributed import run_ranks
-from fault_tolerant_transformer_lab.launch import (
-    MatrixCell,
-    Place,
-    digest_of_checkpoint,
-    operations_of,
-    outlive_launcher,
-    places_of,
-    prove_distributed,
-    train_rank,
-)
+from fault_tolerant_transformer_lab.launch import Place, operations_of, places_of, prove_distributed, prove_launcher
 
 STEPS = 4
 RESULT = Path(__file__).parent / "results" / "distributed_matrix.json"
@@ -44,17 +33,6 @@ def part(parallel: str, size: int) -> list[list[Place]]:
               [Place((0,), "during_write", 2, 11)],
               [Place((last,), "before_forward", 1), Place((0,), "after_update", 3)]]
     return [*chains, [Place((last,), "during_write", 2, 4)]] if parallel == "fsdp" else chains
-
-
-def launcher(parallel: str, size: int) -> MatrixCell:
-    "The launcher is killed, its ranks live on, the run is launched again."
-    with tempfile.TemporaryDirectory() as name:
-        there = Path(name) / "a"
-        straight = run_ranks(lambda ranks: train_rank(CONFIG, there, ranks, parallel=parallel).checkpoint, size)
-        digest, said = outlive_launcher(CONFIG, Path(name) / "b", parallel, size)
-        equal = digest == digest_of_checkpoint(there / straight[0])
-        place = "launcher in step 4, its ranks live on"
-        return MatrixCell(parallel, size, (place,), "FencedError" in said, (2,), equal)
 
 
 def main() -> int:
@@ -77,7 +55,7 @@ def main() -> int:
                 if arguments.full else part(parallel, size)
             cells = prove_distributed(CONFIG, parallel, size, chains)
             if arguments.full and size > 1 and parallel != "elastic":
-                cells.append(launcher(parallel, size))
+                cells.append(prove_launcher(CONFIG, parallel, size))
             found["cells"] += [asdict(cell) for cell in cells]
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(found, indent=1) + "\n")

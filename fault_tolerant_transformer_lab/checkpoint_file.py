@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH', 'DTYPES', 'UnknownSchemaError',
            'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree', 'decode_tree',
-           'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'Manifest', 'Ring', 'Encoding', 'encode',
-           'state_digest', 'read_manifest', 'usable_cores', 'verify', 'FileTensor', 'open_checkpoint', 'ulp_distance',
-           'compare_tensors', 'Difference', 'diff_manifests', 'diff']
+           'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'TensorNames', 'Manifest', 'Ring', 'Encoding',
+           'encode', 'state_digest', 'read_manifest', 'usable_cores', 'verify', 'FileTensor', 'open_checkpoint',
+           'ulp_distance', 'compare_tensors', 'Difference', 'diff_manifests', 'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 import base64
@@ -336,16 +336,23 @@ class Slot(NamedTuple):
     n_bytes: int
 
 
-class _Names:
-    """Gives each distinct tensor of a tree one name: its dotted path, with a number where two paths collide."""
+class TensorNames:
+    """Gives each distinct tensor of a tree one name: its dotted path, with a number where two paths collide.
+
+    A tensor that has no address here, such as a DTensor, is tied to itself alone.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._at: dict[int, list[str]] = {}  # names by address: where two meet, their keys decide
         self._uses: Counter[str] = Counter({"__metadata__": 1})
 
-    def __call__(self, path: TreePath, tensor: torch.Tensor) -> str:
-        """Return the tensor's name, the first one's where tensors are tied; refuse what safetensors cannot hold."""
+    def __call__(
+        self,
+        path: TreePath,  # of the tensor in the tree
+        tensor: torch.Tensor,  # kept, so that its address stays its own
+    ) -> str:  # the first one's name where tensors are tied
+        """Name a tensor. Raises `ContractError` for what safetensors cannot hold."""
         if tensor.dtype not in _DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
             raise ContractError(
                 f"{format_path(path)} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: a checkpoint "
@@ -354,7 +361,7 @@ class _Names:
             raise ContractError(f"{format_path(path)} has {tensor.dim()} dimensions, at most {_MAX_DIMENSIONS} fit")
         met = self._at.setdefault(tensor.data_ptr() or id(tensor), [])
         for name in met:  # a key costs more than all else here, so it is made only where it decides
-            if tensor_key(self.tensors[name]) == tensor_key(tensor):
+            if self.tensors[name] is tensor or tensor_key(self.tensors[name]) == tensor_key(tensor):
                 return name
         name = base = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
         while name in self._uses:
@@ -623,7 +630,7 @@ class Encoding:
         snapshot: Snapshot,  # what to encode; its tensors are read, never copied as a whole
     ):
         _require_little_endian()
-        names = _Names()
+        names = TensorNames()
         self._snapshot = snapshot
         self._plain_tree = encode_tree(dict(snapshot.tree), names)
         self._about = _plain_about(snapshot)

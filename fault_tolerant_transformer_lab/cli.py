@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Help', 'config_flags', 'configuration', 'UsageError',
            'reduced', 'parse_arguments', 'path_from', 'whole_from', 'number_from', 'made_by', 'within', 'failure',
-           'for_command_line', 'shortened', 'table', 'size', 'printable', 'folder_of', 'set_aside_in', 'checkpoints_in',
-           'tensor_paths', 'examined', 'latest_of', 'as_json', 'warned', 'next_command', 'summary', 'Train',
-           'TrainSmoke', 'Verify', 'lineage_line', 'plain_manifest', 'settings', 'inspection', 'Inspect',
-           'difference_row', 'Diff', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'counted',
-           'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'CompareTuning', 'report_outcome',
-           'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines',
-           'execute', 'main', 'train_smoke', 'compare_tuning']
+           'for_command_line', 'shortened', 'table', 'size', 'printable', 'is_generation', 'folder_of', 'set_aside_in',
+           'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'as_json', 'warned',
+           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'check_ranks_wanted', 'launched',
+           'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
+           'inspection', 'Inspect', 'difference_row', 'differences_of', 'Diff', 'new_file', 'Export', 'Import',
+           'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'ranks_outcome',
+           'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'CompareTuning',
+           'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
+           'warnings_in_lines', 'execute', 'main', 'train_smoke', 'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -20,17 +22,20 @@ try:
     import errno
     import json as json_format
     import logging
+    import math
     import os
     import re as regex
     import shlex as shell
     import shutil
     import signal
+    import stat
     import tempfile as temporary
     import textwrap
+    import traceback
     import warnings
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-    from dataclasses import dataclass
+    from dataclasses import asdict, dataclass, replace
     from importlib.resources import as_file, files
     from io import StringIO
     from pathlib import Path
@@ -56,6 +61,10 @@ if TYPE_CHECKING:
     from fault_tolerant_transformer_lab.contract import Segment
     from fault_tolerant_transformer_lab.crashes import Report, Tried
     from fault_tolerant_transformer_lab.equivalence import Proof
+    from fault_tolerant_transformer_lab.goodput import ShardedSave
+    from fault_tolerant_transformer_lab.launch import MatrixCell
+    from fault_tolerant_transformer_lab.publication import Published
+    from fault_tolerant_transformer_lab.sharded import GenerationManifest
     from fault_tolerant_transformer_lab.training import RunResult
 
 # %% ../nbs/10_cli.ipynb #cell-013
@@ -341,6 +350,17 @@ def printable(
 _logger = logging.getLogger("fault_tolerant_transformer_lab.cli")
 
 
+_GENERATION = regex.compile("step-[0-9]{8,19}")
+
+
+def is_generation(
+    path: Path,  # anything that is there
+) -> bool:  # True for a damaged one too: it goes by the name where `generation.json` is gone
+    "Whether a path is a checkpoint that several ranks wrote together."
+    named = _GENERATION.fullmatch(path.name) and not (path / "checkpoints").is_dir()
+    return path.is_dir() and bool(named or (path / "generation.json").is_file())
+
+
 def folder_of(
     path: Path,  # a folder of checkpoints, or a run folder
 ) -> Path:
@@ -353,7 +373,7 @@ def set_aside_in(
 ) -> dict[Path, str]:  # why, "corrupt" or "rewound", by file
     "Find what the store has set aside."
     names = sorted(os.listdir(folder_of(path))) if path.is_dir() else []
-    found = {name: regex.fullmatch(r"step-[0-9]{8,19}\.safetensors\.(corrupt|rewound)(?:-[0-9]+)?", name)
+    found = {name: regex.fullmatch(r"step-[0-9]{8,19}(?:\.safetensors)?\.(corrupt|rewound)(?:-[0-9]+)?", name)
              for name in names}
     return {folder_of(path) / name: aside[1] for name, aside in found.items() if aside}
 
@@ -361,14 +381,18 @@ def set_aside_in(
 def checkpoints_in(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
 ) -> list[Path]:  # every published checkpoint, the earliest first
-    "Find the checkpoint files that a path stands for. Raises `NoCheckpointError` or `FileNotFoundError`."
+    "Find the checkpoints that a path stands for. Raises `NoCheckpointError` or `FileNotFoundError`."
     from fault_tolerant_transformer_lab.publication import CheckpointStore, NoCheckpointError
 
     path.stat()  # a path that is not there, or may not be looked at, is an error with its name
-    if not path.is_dir():
+    if not path.is_dir() or is_generation(path):
         return [path]
     store = CheckpointStore(folder_of(path))
-    found = [folder_of(path) / generation.path.name for generation in store.generations()]
+    folder = folder_of(path)
+    steps = [(generation.step, folder / generation.path.name) for generation in store.generations()]
+    steps += [(int(inner.name[5:]), inner) for inner in folder.iterdir() if _GENERATION.fullmatch(inner.name)
+              and is_generation(inner)]
+    found = [inner for _, inner in sorted(steps)]
     if not found:
         aside = ", ".join(file.name for file in set_aside_in(path))
         raise NoCheckpointError(f"{path}: expected a checkpoint, a folder of checkpoints or a run, got a folder "
@@ -378,29 +402,58 @@ def checkpoints_in(
 
 # %% ../nbs/10_cli.ipynb #cell-050
 def tensor_paths(
-    manifest: "Manifest",  # a checkpoint's header
+    manifest: "Manifest | GenerationManifest",  # a checkpoint's header
 ) -> dict[str, str]:  # such as "optimizer.state[0].exp_avg", by the name in the file, "optimizer.state.0.exp_avg"
     "Give each tensor the form of its name in which differences are told."
-    from fault_tolerant_transformer_lab.checkpoint_file import TensorEntry
+    from fault_tolerant_transformer_lab.checkpoint_file import Manifest, decode_tree
     from fault_tolerant_transformer_lab.contract import format_path, walk
 
+    @dataclass(frozen=True)
+    class _Named:
+        name: str
+
     paths: dict[str, str] = {}
-    for path, leaf in walk(manifest.tree()):
-        if isinstance(leaf, TensorEntry):
+    plain = manifest.plain_tree if isinstance(manifest, Manifest) else manifest.tree
+    for path, leaf in walk(decode_tree(plain, _Named)):
+        if isinstance(leaf, _Named):
             paths.setdefault(leaf.name, format_path(path))
     return paths
 
 # %% ../nbs/10_cli.ipynb #cell-051
+def examined_generation(
+    path: Path,  # a directory
+    *,
+    headers_only: bool = False,  # read `generation.json` alone
+    any_name: bool = False,  # do not hold its step against its name
+) -> "GenerationManifest":
+    "Verify a checkpoint of several ranks. Raises `CheckpointCorruptError` where it is damaged."
+    from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError
+    from fault_tolerant_transformer_lab.sharded import read_generation, sharded_name, sharded_step_of, verify_generation
+
+    try:
+        manifest = (read_generation if headers_only else verify_generation)(path)
+    except CheckpointCorruptError as error:
+        inside = str(error).removeprefix(path.name)
+        message = f"{path}{inside}" if inside != str(error) else f"{path}/{error}"
+        raise CheckpointCorruptError(message, error.where) from None
+    if sharded_step_of(path.name) not in (None, manifest.step) and not any_name:
+        raise CheckpointCorruptError(f"{path}: holds step {manifest.step}, a folder under another step's name; rename "
+                                     f"it to {sharded_name(manifest.step)} if that step is missing", "name")
+    return manifest
+
+# %% ../nbs/10_cli.ipynb #cell-052
 def examined(
-    path: Path,  # a file
+    path: Path,  # a file, or the directory of a generation
     *,
     headers_only: bool = False,  # read no tensor
     any_name: bool = False,  # do not hold its step against its name
-) -> "Manifest":
+) -> "Manifest | GenerationManifest":
     "Verify a checkpoint. Raises `CheckpointCorruptError` where it is damaged, `NotACheckpointError` where it is none."
     from fault_tolerant_transformer_lab import checkpoint_file
     from fault_tolerant_transformer_lab.publication import generation_name, step_of
 
+    if is_generation(path):
+        return examined_generation(path, headers_only=headers_only, any_name=any_name)
     step = step_of(path.name)
     try:
         manifest = checkpoint_file.read_manifest(path) if headers_only else checkpoint_file.verify(path)
@@ -419,17 +472,17 @@ def examined(
             f"{generation_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-# %% ../nbs/10_cli.ipynb #cell-053
+# %% ../nbs/10_cli.ipynb #cell-054
 def latest_of(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
     *,
     headers_only: bool = False,  # read no tensor
-) -> tuple[Path, "Manifest"]:
+) -> tuple[Path, "Manifest | GenerationManifest"]:
     "Take a file itself, of a folder the newest that is sound; warn of newer ones. Raises `CheckpointCorruptError`."
     from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError
 
     found = checkpoints_in(path)
-    if not path.is_dir():
+    if found == [path]:
         return path, examined(path, headers_only=headers_only, any_name=True)
     damaged: list[str] = []
     for newest in reversed(found):
@@ -445,9 +498,12 @@ def latest_of(
             return newest, manifest
     raise CheckpointCorruptError(f"{path}: no checkpoint there is sound: {'; '.join(damaged) or 'all are gone'}")
 
-# %% ../nbs/10_cli.ipynb #cell-055
+# %% ../nbs/10_cli.ipynb #cell-056
 # A flag of the configuration that is left out is left out of the mapping too.
 _ConfigFlags = Annotated[dict[str, str], tyro.conf.arg(name="", constructor_factory=config_flags)]
+_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
+    metavar="TEXT", help_behavior_hint="(optional, may be given several times)")]]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(optional)")]
 
 
 def as_json(
@@ -456,7 +512,7 @@ def as_json(
     "Write plain data as JSON that a script reads and a person can."
     return json_format.dumps(value, indent=2)
 
-# %% ../nbs/10_cli.ipynb #cell-057
+# %% ../nbs/10_cli.ipynb #cell-058
 @contextmanager
 def warned() -> Iterator[list[str]]:  # filled with the warnings that are logged inside
     "Remember which warnings were printed, so that they are not told twice."
@@ -479,15 +535,27 @@ def next_command(
     train: "Train",  # the command that has stopped before the end
 ) -> str:  # such as "fttl train --config smoke.json --output run"
     "Give the command that continues a run: the same configuration and threads, nothing about where to stop or begin."
-    words = ["fttl", "train", "--config", str(train.config), "--output", str(train.output)]
+    by_torchrun = train.parallel != "none" and train.nproc is None  # over several hosts, with the flags of before
+    words = ["torchrun", "...", "-m", "fault_tolerant_transformer_lab"] if by_torchrun else ["fttl"]
+    words += ["train", "--config", str(train.config), "--output", str(train.output)]
     words += [] if train.threads is None else ["--threads", str(train.threads)]
     words += [] if train.device == "cpu" else ["--device", train.device]
-    for name, text in train.overrides.items():
+    words += [] if train.parallel == "none" else ["--parallel", train.parallel]
+    words += [] if train.nproc is None else ["--nproc", str(train.nproc)]
+    return shell.join([*words, *words_of(train.overrides)])
+
+
+def words_of(
+    overrides: Mapping[str, str],  # flags of the configuration that were given
+) -> list[str]:  # as typed
+    "Give flags of the configuration as words of a command line."
+    words: list[str] = []
+    for name, text in overrides.items():
         flag = f"--{name.replace('_', '-')}"
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
-    return shell.join(words)
+    return words
 
-# %% ../nbs/10_cli.ipynb #cell-058
+# %% ../nbs/10_cli.ipynb #cell-059
 def summary(
     result: "RunResult",  # what `train` gave back
     train: "Train",  # the command
@@ -508,7 +576,10 @@ def summary(
     ]
     return "\n".join(f"{name:<10}  {value}" for name, value in facts)
 
-# %% ../nbs/10_cli.ipynb #cell-059
+# %% ../nbs/10_cli.ipynb #cell-060
+_Parallel = Literal["none", "ddp", "fsdp", "elastic"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     "Train a configuration into a run folder, or continue the run that is there."
@@ -521,6 +592,9 @@ class Train:
     allow_environment_change: bool = False  # accept other machine settings; the lineage keeps a record
     threads: _OptionalNumber = None  # CPU threads; by default as many as torch would use
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "cpu"  # cpu, cuda, cuda:N, or auto for a GPU where one is
+    parallel: _Parallel = "none"  # how the ranks share the work; they are started by torchrun, or by --nproc
+    nproc: _OptionalNumber = None  # start so many ranks on this machine, as torchrun would; ddp where nothing is said
+    max_restarts: _Whole = 0  # with --nproc: start all ranks again after one has failed, so often
     overrides: _ConfigFlags
 
     def run(self) -> Outcome:  # the run in a few lines
@@ -528,7 +602,12 @@ class Train:
         within("--threads", self.threads, 1, 1024)
         within("--resume-from", self.resume_from, 0, 2**63 - 1)
         within("--stop-after-step", self.stop_after_step, 0, 2**63 - 1)
+        check_ranks_wanted(self)
         config = configuration(self.config, self.overrides)
+        if self.nproc is not None:
+            return launched(self if self.parallel != "none" else replace(self, parallel="ddp"), config)
+        if self.parallel != "none":
+            return trained_as_rank(self, config)
         from fault_tolerant_transformer_lab.training import deterministic, train
 
         with deterministic(threads=self.threads), warned() as told:
@@ -549,7 +628,110 @@ class TrainSmoke:
         "Train as `fttl train` does without further flags."
         return Train(config=self.config, output=self.output, overrides={}).run()
 
-# %% ../nbs/10_cli.ipynb #cell-072
+# %% ../nbs/10_cli.ipynb #cell-073
+def check_ranks_wanted(
+    train: "Train",  # the command
+) -> None:
+    "Hold what is said about ranks against the variables of torchrun. Raises `UsageError`."
+    within("--nproc", train.nproc, 1, 1024)
+    within("--max-restarts", train.max_restarts, 0, 1000)
+    n_started = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
+    if train.nproc is not None and n_started:
+        raise UsageError(f"--nproc: expected outside of torchrun, which has started {counted(n_started, 'rank')} of "
+                         "this command already; leave it out")
+    if train.max_restarts and train.nproc is None:
+        raise UsageError("--max-restarts: expected with --nproc, got it without; torchrun has a flag of that name")
+    if train.parallel == "none" and train.nproc is None:
+        if n_started > 1:
+            raise UsageError(f"--parallel: expected ddp, fsdp or elastic for the {n_started} ranks that torchrun has "
+                             "started, got nothing; say how they share the work")
+        return
+    if train.nproc is None and not n_started:
+        raise UsageError(f"--parallel {train.parallel}: expected ranks, got one process; add --nproc N, or start the "
+                         "command with torchrun --standalone --nproc-per-node N -m fault_tolerant_transformer_lab")
+    if train.device not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"--device: expected cpu, cuda or auto for ranks, got {train.device}; each takes a GPU of its "
+                         "own")
+    restarts = train.max_restarts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and (train.resume == "never" or train.resume_from is not None):
+        flag = "--resume never" if train.resume == "never" else f"--resume-from {train.resume_from}"
+        raise UsageError(f"{flag}: expected no restarts, got {restarts} of them; ranks that are started again go on "
+                         "from the newest checkpoint: leave it out, or ask for no restarts")
+
+# %% ../nbs/10_cli.ipynb #cell-075
+def launched(
+    train: "Train",  # with `nproc` and `parallel`
+    config: ExperimentConfig,  # what it trains
+) -> Outcome:  # without text: rank 0 has written the summary
+    "Start the ranks of a run and wait for them."
+    from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError
+    from fault_tolerant_transformer_lab.contract import CheckpointError
+    from fault_tolerant_transformer_lab.launch import RanksFailed, RanksStopped, check_ranks, launch
+    from fault_tolerant_transformer_lab.training import Interrupted
+
+    n = train.nproc or 1
+    check_ranks(config, train.parallel, n)
+    words = ["--config", str(train.config), "--output", str(train.output), "--parallel", train.parallel,
+             "--resume", train.resume, "--device", train.device]
+    for flag, value in (("--resume-from", train.resume_from), ("--stop-after-step", train.stop_after_step),
+                        ("--threads", train.threads)):
+        words += [] if value is None else [flag, str(value)]
+    words += ["--allow-environment-change"] if train.allow_environment_change else []
+    try:
+        launch(["-m", "fault_tolerant_transformer_lab", "train", *words, *words_of(train.overrides)], n,
+               max_restarts=train.max_restarts)
+    except RanksStopped as stopped:
+        try:
+            newest, manifest = latest_of(train.output, headers_only=True)
+        except (CheckpointError, CheckpointCorruptError, OSError):
+            raise stopped from None
+        raise Interrupted(stopped.signal, newest, manifest.step) from None
+    except RanksFailed as failed:
+        if not failed.said:
+            raise
+        return Outcome("", failed.status)
+    return Outcome("")
+
+
+def trained_as_rank(
+    train: "Train",  # with `parallel`, in a process that torchrun has started
+    config: ExperimentConfig,  # what it trains
+) -> Outcome:  # the summary on rank 0, no text on the others
+    "Train as one rank."
+    from fault_tolerant_transformer_lab.launch import LAUNCHED, check_ranks, train_distributed
+    from fault_tolerant_transformer_lab.training import Interrupted, chosen_device, deterministic
+
+    n, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+    check_ranks(config, train.parallel, n)
+    if train.device == "cuda":
+        chosen_device(f"cuda:{local}")
+    try:
+        with deterministic(threads=train.threads), warned() as told:
+            result = train_distributed(
+                config, train.output, parallel=train.parallel, resume=train.resume, resume_from=train.resume_from,
+                stop_after_step=train.stop_after_step, allow_environment_change=train.allow_environment_change,
+                backend={"cpu": "gloo", "cuda": "nccl"}.get(train.device), report=report_rank)
+    except Interrupted as stopped:
+        if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(LAUNCHED):
+            return Outcome("", 128 + stopped.signal)  # rank 0, or the launcher, says it for all
+        raise
+    here = n if os.environ.get("LOCAL_WORLD_SIZE") == str(n) else None
+    return Outcome(summary(result, replace(train, nproc=here), told) if os.environ["RANK"] == "0" else "")
+
+
+def report_rank(
+    rank: int,  # that failed first
+    error: Exception,  # why
+) -> int:  # exit status of its process
+    "Tell why a rank failed: one line for what a user can mend, a traceback too for a fault of the program."
+    told = failure(error)
+    if told is None:
+        traceback.print_exception(error)
+    status, message = told or (1, f"{type(error).__name__}: {error}")
+    say(f"fttl: rank {rank}: {' '.join(for_command_line(message).split())}", sys.stderr)
+    return status
+
+# %% ../nbs/10_cli.ipynb #cell-077
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -591,7 +773,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-080
+# %% ../nbs/10_cli.ipynb #cell-085
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -605,24 +787,43 @@ def lineage_line(
     return printable(f"  step {segment.start_step:>8}  {origin}") + accepted
 
 
+def plain_tensors(
+    manifest: "Manifest | GenerationManifest",  # a checkpoint's header
+) -> dict[str, dict[str, Any]]:  # by name in the file: dtype, shape, bytes, path, and digest or chunks
+    "Give a checkpoint's list of tensors as plain data."
+    from fault_tolerant_transformer_lab.checkpoint_file import Manifest
+
+    paths = tensor_paths(manifest)
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in manifest.tensors.items():
+        found[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+                       "bytes": math.prod(tensor.shape) * tensor.dtype.itemsize}
+    if isinstance(manifest, Manifest):
+        return {name: found[name] | {"digest": entry.digest, "path": paths[name]}
+                for name, entry in manifest.tensors.items()}
+    return {name: found[name] | {"chunks": tensor.to_plain()["chunks"], "path": paths[name]}
+            for name, tensor in manifest.tensors.items()}
+
+
 def plain_manifest(
     path: Path,  # the checkpoint
-    manifest: "Manifest",  # its header
+    manifest: "Manifest | GenerationManifest",  # its header
 ) -> dict[str, Any]:  # JSON data
     "Give a checkpoint's header as plain data: everything but the state tree."
-    paths = tensor_paths(manifest)
+    from fault_tolerant_transformer_lab.checkpoint_file import Manifest
+
+    own = {"file_digest": manifest.file_digest} if isinstance(manifest, Manifest) else {
+        "world_size": manifest.world_size, "attempt": manifest.attempt, "files": [asdict(f) for f in manifest.files]}
     return {
         "path": str(path), "bytes": manifest.n_bytes, "schema_version": manifest.schema_version,
         "step": manifest.step, "tokens_seen": manifest.tokens_seen, "state_digest": manifest.state_digest,
-        "file_digest": manifest.file_digest, "bytes_verified": False,
+        **own, "bytes_verified": False,
         "config": manifest.config, "identity": manifest.identity,
         "environment": manifest.environment, "lineage": [segment.to_plain() for segment in manifest.lineage],
-        "tensors": {name: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape),
-                           "bytes": entry.n_bytes, "digest": entry.digest, "path": paths[name]}
-                    for name, entry in manifest.tensors.items()},
+        "tensors": plain_tensors(manifest),
     }
 
-# %% ../nbs/10_cli.ipynb #cell-082
+# %% ../nbs/10_cli.ipynb #cell-087
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -642,17 +843,22 @@ def settings(
 
 def inspection(
     path: Path,  # the checkpoint
-    manifest: "Manifest",  # its header
+    manifest: "Manifest | GenerationManifest",  # its header
 ) -> str:  # lines of text
     "Describe a checkpoint: its facts, its lineage as a log, its tensors."
+    from fault_tolerant_transformer_lab.checkpoint_file import Manifest
+
+    own = {"file": manifest.file_digest} if isinstance(manifest, Manifest) else {
+        "ranks": f"{manifest.world_size}, a file each, {' + '.join(size(file.n_bytes) for file in manifest.files)}",
+        "attempt": f"{manifest.attempt.get('number')}, counted from the first start by a launcher"}
     facts = {"schema": manifest.schema_version, "step": manifest.step, "tokens seen": manifest.tokens_seen,
              "size": f"{size(manifest.n_bytes)}; only the header was read, `fttl verify` checks every byte",
-             "state": manifest.state_digest, "file": manifest.file_digest,
+             "state": manifest.state_digest, **own,
              **{f"{name} is": fingerprint(value) for name, value in manifest.identity.items()}}
-    paths = tensor_paths(manifest)
-    rows = [(paths[name], str(entry.dtype).removeprefix("torch."), "x".join(map(str, entry.shape)) or "scalar",
-             f"{entry.n_bytes:,}") for name, entry in manifest.tensors.items()]
-    total = sum(entry.n_bytes for entry in manifest.tensors.values())
+    tensors = plain_tensors(manifest).values()
+    rows = [(tensor["path"], tensor["dtype"], "x".join(map(str, tensor["shape"])) or "scalar",
+             f"{tensor['bytes']:,}") for tensor in tensors]
+    total = sum(tensor["bytes"] for tensor in tensors)
     return "\n".join([
         printable(str(path)), *(f"  {name:<11}  {printable(str(value))}" for name, value in facts.items()),
         *(line for name, value in manifest.config.items() for line in (printable(name), settings(value))),
@@ -662,7 +868,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-084
+# %% ../nbs/10_cli.ipynb #cell-089
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     "Print a checkpoint's header, lineage and tensors; no tensor is read. A folder stands for its newest sound header."
@@ -675,7 +881,7 @@ class Inspect:
         path, manifest = latest_of(self.path, headers_only=True)
         return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
 
-# %% ../nbs/10_cli.ipynb #cell-088
+# %% ../nbs/10_cli.ipynb #cell-093
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -690,9 +896,24 @@ def difference_row(
     return difference.path, "values", f"{difference.max_abs:.2g}", apart, f"{difference.share:.1%}"
 
 
+def differences_of(
+    a: Path,  # a checkpoint, of one file or of several ranks
+    b: Path,  # another
+    equal: bool,  # their recorded digests are, and that is enough
+) -> "list[Difference]":  # empty where there are none
+    "Compare two states, whoever wrote them; generators of several ranks stand under `ranks`."
+    from fault_tolerant_transformer_lab.checkpoint_file import diff
+
+    if not (a.is_dir() or b.is_dir()):
+        return diff(a, b)
+    from fault_tolerant_transformer_lab.sharded import diff_states
+
+    return [] if equal else diff_states(a, b)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    "Compare two states bit by bit, after verifying both files. A folder stands for its latest that verifies."
+    "Compare two states bit by bit, after verifying both. A folder stands for its latest that verifies."
 
     a: _PathArgument  # a checkpoint, a folder of checkpoints, or a run folder
     b: _PathArgument  # what to compare it with
@@ -701,26 +922,93 @@ class Diff:
 
     def run(self) -> Outcome:  # the differences; status 1 where there are any
         "Verify, compare, and list the differences or say that there are none."
-        from fault_tolerant_transformer_lab.checkpoint_file import diff
-
         self.b.stat()  # a path that is not there is told before gigabytes of the other are read
-        a, b = (latest_of(path, headers_only=self.headers_only)[0] for path in (self.a, self.b))
-        differences = diff(a, b)
+        (a, of_a), (b, of_b) = (latest_of(path, headers_only=self.headers_only) for path in (self.a, self.b))
+        recorded = self.headers_only and of_a.state_digest == of_b.state_digest
+        differences = differences_of(a, b, recorded)
+        read = not self.headers_only or (not recorded and (a.is_dir() or b.is_dir()))
         status = 1 if differences else 0
         if self.json:
             found = [{"path": d.path, "kind": d.kind, "a": repr(d.a), "b": repr(d.b), "max_abs": d.max_abs,
                       "max_ulp": d.max_ulp, "share": d.share} for d in differences]
-            return Outcome(as_json({"a": str(a), "b": str(b), "bytes_verified": not self.headers_only,
+            return Outcome(as_json({"a": str(a), "b": str(b), "bytes_verified": read,
                                     "equal": not found, "differences": found}), status)
         if not differences:
-            equal = "equal by their recorded digests; bytes not read" if self.headers_only else "bitwise equal"
+            equal = "bitwise equal" if read else "equal by their recorded digests; bytes not read"
             return Outcome(f"{a}\n{b}\n{equal}")
         rows = table(["state", "what", "max abs", "max ULP", "elements"], map(difference_row, differences),
                      right=["max abs", "max ULP", "elements"])
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-095
+# %% ../nbs/10_cli.ipynb #cell-100
+def new_file(
+    path: Path,  # to be written
+) -> None:
+    "Refuse a file that is there, and a folder that is not. Raises `UsageError`."
+    if path.exists() or path.is_symlink():
+        raise UsageError(f"{path}: expected the name of a new file, got one that exists; choose another")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: expected a file in a folder that is there, got one in {path.absolute().parent}; "
+                         "make that first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    "Write a checkpoint of several ranks as one file, all tensors whole. A folder stands for its newest that verifies."
+
+    path: _PathArgument  # a checkpoint of several ranks, a folder of checkpoints, or a run folder
+    file: _PathArgument  # the safetensors file to write; it must not exist
+
+    def run(self) -> Outcome:  # what was written
+        "Verify every byte, put the parts together, and write them durably."
+        new_file(self.file)
+        source = self.path if stat.S_ISREG(self.path.stat().st_mode) else latest_of(self.path)[0]
+        if not source.is_dir():
+            raise UsageError(f"{source}: expected a checkpoint of several ranks, got one file, which needs no export; "
+                             "copy it")
+        from fault_tolerant_transformer_lab.sharded import export_checkpoint
+
+        return Outcome(written(export_checkpoint(source, self.file), self.file, source))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    "Make a checkpoint to begin from out of weights that another program wrote; no code in them is run."
+
+    source: _PathArgument  # a file of torch.save, or a folder of torch.distributed.checkpoint
+    file: _PathArgument  # the safetensors file to write; it must not exist
+    key: _Text = ""  # take only what stands under this key, such as model; by default, all
+    participant: Annotated[str, tyro.conf.arg(metavar="NAME")] = "model"  # under which name it is restored
+
+    def run(self) -> Outcome:  # what was written
+        "Read plain containers and tensors, and write them durably."
+        new_file(self.file)
+        self.source.stat()
+        if self.source.is_dir() and not (self.source / ".metadata").is_file():
+            raise UsageError(f"{self.source}: expected a folder of torch.distributed.checkpoint, which has a "
+                             ".metadata, or a file of torch.save, got another folder; fttl export takes this lab's own")
+        if not self.participant.isidentifier():
+            raise UsageError(f"--participant: expected a name such as model, got {self.participant!r}")
+        from fault_tolerant_transformer_lab.sharded import import_checkpoint
+
+        published = import_checkpoint(self.source, self.file, key=self.key or None, participant=self.participant)
+        return Outcome(written(published, self.file, self.source))
+
+
+def written(
+    published: "Published",  # what was written
+    file: Path,  # as it was typed
+    source: Path,  # from where it comes
+) -> str:  # lines of text
+    "Say what a file holds."
+    from fault_tolerant_transformer_lab.checkpoint_file import read_manifest
+
+    n = len(read_manifest(file).tensors)
+    return f"{file}: {counted(n, 'tensor')}, {size(published.n_bytes)}, of step {published.step}, from {source}\n"\
+        f"state {published.state_digest}"
+
+# %% ../nbs/10_cli.ipynb #cell-102
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -738,12 +1026,12 @@ class Sample:
         within("--seed", self.seed, 0, 2**63 - 1)
         import torch
 
-        from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint
         from fault_tolerant_transformer_lab.contract import Contract
         from fault_tolerant_transformer_lab.model import Transformer, generate
+        from fault_tolerant_transformer_lab.sharded import open_any
         from fault_tolerant_transformer_lab.training import deterministic
 
-        with deterministic(), open_checkpoint(latest_of(self.path)[0]) as saved:
+        with deterministic(), open_any(latest_of(self.path)[0]) as saved:
             config = config_of(saved.description)
             require_held(config, saved.tree.get("model", {}))
             model = Transformer.from_config(config)
@@ -755,7 +1043,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-097
+# %% ../nbs/10_cli.ipynb #cell-104
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -800,12 +1088,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-101
-_Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
-    metavar="TEXT", help_behavior_hint="(optional, may be given several times)")]]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(optional)")]
-
-
+# %% ../nbs/10_cli.ipynb #cell-108
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -815,6 +1098,24 @@ def proof_outcome(
     head = f"{counted(proof.steps, 'step')} a run, {facts['steps_run']} in all; {facts['attempts']} processes of "\
         f"{counted(facts['threads'], 'thread')}, {facts['jobs']} at a time\n\n" if facts else ""
     return Outcome(proof.to_json() if json else head + proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
+
+
+def ranks_outcome(
+    cells: "Sequence[MatrixCell]",  # one for each way of dying
+    json: bool,  # JSON in place of the table
+) -> Outcome:  # status 0 where every run ended with the undisturbed run's bits, else 1
+    "Give a proof of several ranks as text with the status that it deserves."
+    wrong = [cell for cell in cells if not (cell.equal and cell.struck)]
+    verdict = "DIVERGENT" if wrong or not cells else "EQUIVALENT"
+    if json:
+        return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), 1 if wrong else 0)
+    rows = [("; then ".join(cell.places), ", ".join("the start" if step is None else str(step)
+                                                    for step in cell.resumed_from),
+             "equal" if cell.equal and cell.struck else cell.problem or "nobody was killed") for cell in cells]
+    of = f"{counted(cells[0].size, 'rank')}, {cells[0].parallel}" if cells else "no ranks"
+    last = f"{verdict}: {of}, killed in {counted(len(cells), 'way')}, {len(cells) - len(wrong)} ended with the bits "\
+        "of the run that nobody disturbed"
+    return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", 0 if verdict == "EQUIVALENT" else 1)
 
 
 def counted(
@@ -848,11 +1149,16 @@ class Prove:
     sign: _OptionalPath = None  # sign the certificate with this Ed25519 private key (PEM)
     threads: _Whole = 1  # CPU threads of each process; what is proven for one number says nothing of another
     jobs: _OptionalNumber = None  # processes at a time; by default as many as there are cores
+    nproc: _OptionalNumber = None  # prove a run of so many ranks on this machine
+    parallel: _Parallel = "none"  # with --nproc: how they share the work, by default ddp
+    every_operation: bool = False  # with --nproc: kill at each disk operation of each rank's part, not at a few
     json: bool = False  # print JSON in place of the table
 
     def run(self) -> Outcome:  # one table; status 1 unless every path is equal
         "Run the proof, print one table, and write what was asked for."
         self._check()
+        if self.nproc is not None:
+            return self._prove_ranks(self.nproc)
         target = self._trainer() if self.trainer else self._config()
         proof = self._prove(target)
         from fault_tolerant_transformer_lab.publication import write_atomically
@@ -877,6 +1183,16 @@ class Prove:
             raise UsageError("--run and --config: expected one of them, got both; a trainer has its own settings")
         if not self.trainer and (given := [name for name, value in own.items() if value is not None]):
             raise UsageError(f"{given[0]}: expected with --run, got it without; a configuration says it by itself")
+        within("--nproc", self.nproc, 1, 64)
+        ranks = {"--parallel": None if self.parallel == "none" else self.parallel,
+                 "--every-operation": self.every_operation or None}
+        if self.nproc is None and (given := [name for name, value in ranks.items() if value is not None]):
+            raise UsageError(f"{given[0]}: expected with --nproc, got it without; say how many ranks there are")
+        alone = {"--run": self.trainer or None, "--point": self.point or None, "--output": self.output,
+                 "--html": self.html, "--junit": self.junit, "--certificate": self.certificate, "--jobs": self.jobs}
+        if self.nproc is not None and (given := [name for name, value in alone.items() if value is not None]):
+            raise UsageError(f"{given[0]}: expected without --nproc, got both; a proof of several ranks prints its "
+                             "table")
         if self.trainer and self.steps is None:
             raise UsageError("--steps: expected with --run, got nothing; say how many steps each run makes")
         if self.sign is not None and self.certificate is None:
@@ -886,6 +1202,27 @@ class Prove:
         for flag, path in (("--html", self.html), ("--junit", self.junit), ("--certificate", self.certificate)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
+
+    def _prove_ranks(self, n: int) -> Outcome:
+        from fault_tolerant_transformer_lab.launch import (
+            check_ranks,
+            operations_of,
+            places_of,
+            prove_distributed,
+            prove_launcher,
+        )
+        from fault_tolerant_transformer_lab.training import deterministic
+
+        config, parallel = self._config(), "ddp" if self.parallel == "none" else self.parallel
+        check_ranks(config, parallel, n)
+        step = min(config.checkpoint_every, config.steps)
+        with deterministic(threads=self.threads):
+            operations = operations_of(config, parallel, n, step)
+            chains = places_of(n, step=step, operations=operations, most=None if self.every_operation else 3)
+            cells = prove_distributed(config, parallel, n, chains)
+        if config.steps >= 2 * config.checkpoint_every:
+            cells.append(prove_launcher(config, parallel, n))
+        return ranks_outcome(cells, self.json)
 
     def _trainer(self) -> Callable[..., Any]:
         from fault_tolerant_transformer_lab.certificate import load_target
@@ -968,7 +1305,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-109
+# %% ../nbs/10_cli.ipynb #cell-116
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1021,12 +1358,12 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-114
+# %% ../nbs/10_cli.ipynb #cell-121
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
 
-    path: Annotated[_OptionalPath, tyro.conf.Positional] = None  # a result of benchmarks/checkpoint_cost.py
+    path: Annotated[_OptionalPath, tyro.conf.Positional] = None  # a run folder, or a checkpoint_cost.json
     mtbf: _OptionalFloat = None  # seconds from a restart to the next failure of the whole job
     accelerators: _OptionalNumber = None  # how many, where the job's own MTBF is not known
     stall: _OptionalFloat = None  # seconds that training stands still for a save
@@ -1035,6 +1372,13 @@ class Plan:
     restart: _OptionalFloat = None  # seconds from there until the processes run
     restore: _OptionalFloat = None  # seconds from there until training goes on
     state_bytes: _OptionalFloat = None  # size of the state; scales the times of a benchmark
+    shards: _OptionalNumber = None  # ranks that write a part each; with --state-bytes and the two bandwidths
+    rank_bandwidth: _OptionalFloat = None  # bytes a second between a rank and the storage
+    storage_bandwidth: _OptionalFloat = None  # bytes a second of the storage, all ranks together
+    readers: _OptionalNumber = None  # parts read in a restore, replicas included; by default every part once
+    copy_bandwidth: _OptionalFloat = None  # bytes a second from a device to its host's memory, by default 20e9
+    fan_in: _OptionalNumber = None  # nodes that one node of the tree of agreement hears from, by default 32
+    synchronous: bool = False  # training waits for the sharded write, and not only for the copy in memory
     step_seconds: _OptionalFloat = None  # seconds of a step, for an answer in steps
     interval: _OptionalFloat = None  # seconds between saves to look at; by default the best
     json: bool = False  # print JSON in place of text
@@ -1045,11 +1389,30 @@ class Plan:
 
         times = ("stall", "commit_delay", "detection", "restart", "restore")
         given = {name: value for name in times if (value := getattr(self, name)) is not None}
-        made = plan_from(self.path, given=given, mtbf=self.mtbf, accelerators=self.accelerators,
-                         state_bytes=self.state_bytes, step_seconds=self.step_seconds, interval=self.interval)
+        sharded = self._sharded()
+        made = plan_from(self.path, given=given, mtbf=self.mtbf, accelerators=self.accelerators, sharded=sharded,
+                         state_bytes=None if sharded else self.state_bytes, step_seconds=self.step_seconds,
+                         interval=self.interval)
         return Outcome(as_json(made.to_plain()) if self.json else describe_plan(made))
 
-# %% ../nbs/10_cli.ipynb #cell-117
+    def _sharded(self) -> "ShardedSave | None":
+        names = ("shards", "state_bytes", "rank_bandwidth", "storage_bandwidth")
+        needed = {name: getattr(self, name) for name in names}
+        rest = {name: value for name in ("readers", "copy_bandwidth", "fan_in")
+                if (value := getattr(self, name)) is not None}
+        given = [name for name, value in (needed | rest).items() if value is not None and name != "state_bytes"]
+        given += ["synchronous"] if self.synchronous else []
+        if not given:
+            return None
+        if missing := [f"--{name.replace('_', '-')}" for name, value in needed.items() if value is None]:
+            raise UsageError(f"--{given[0].replace('_', '-')}: expected with all of --shards, --state-bytes, "
+                             "--rank-bandwidth and --storage-bandwidth, which describe a save by several ranks, got "
+                             f"nothing for {', '.join(missing)}")
+        from fault_tolerant_transformer_lab.goodput import ShardedSave
+
+        return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
+
+# %% ../nbs/10_cli.ipynb #cell-126
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1082,7 +1445,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-122
+# %% ../nbs/10_cli.ipynb #cell-131
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1127,7 +1490,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-125
+# %% ../nbs/10_cli.ipynb #cell-134
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1173,7 +1536,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-129
+# %% ../nbs/10_cli.ipynb #cell-138
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1182,14 +1545,16 @@ COMMANDS = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Diff, tyro.conf.subcommand("diff")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Import, tyro.conf.subcommand("import")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[CompareTuning, tyro.conf.subcommand("compare-tuning")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Crashtest, tyro.conf.subcommand("crashtest")]
     | Annotated[Soak, tyro.conf.subcommand("soak")]
 )
-NAMES = ("train", "prove", "prove-script", "check-certificate", "verify", "inspect", "diff", "sample", "compare-tuning",
-         "plan", "crashtest", "soak")
+NAMES = ("train", "prove", "prove-script", "check-certificate", "verify", "inspect", "diff", "export", "import",
+         "sample", "compare-tuning", "plan", "crashtest", "soak")
 _DESCRIPTION = "Train a transformer that can be killed anywhere and goes on as the same run, and prove it. "\
     "Exit status: 0 done, 1 a check failed, 2 bad input, 128 + signal stopped. `fttl --version` prints the version."
 
@@ -1214,7 +1579,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-131
+# %% ../nbs/10_cli.ipynb #cell-140
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1255,7 +1620,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-133
+# %% ../nbs/10_cli.ipynb #cell-142
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
@@ -1275,7 +1640,8 @@ def execute(
         if told is None:
             raise
         outcome = Outcome("", *told)
-    if outcome.complaint:
+    # What is wrong for one rank of a host before they have met is wrong for all of them, and told once.
+    if outcome.complaint and os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(BrokenPipeError):
             say(f"{prog}: {' '.join(for_command_line(outcome.complaint).split())}", sys.stderr)
     return outcome.status

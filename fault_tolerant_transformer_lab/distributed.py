@@ -546,7 +546,7 @@ class RankRun:
         "Build the rank's run at step 0. Seeds the global generators: do it inside `deterministic`."
         self.config, self.ranks, self.parallel, self.on_boundary = config, ranks, parallel, on_boundary
         self.part = part_of(config.grad_accumulation, ranks.rank, ranks.size)
-        self._require_parts()
+        self.require_parts(config, ranks.size)
         splits = open_data(config)
         RandomGenerators().seed(config.seed)  # the same weights on every rank
         self.model = Transformer.from_config(config).train().to(ranks.device)
@@ -574,8 +574,13 @@ class RankRun:
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress,
                 "rng": RankGenerators(self.ranks)}
 
-    def _require_parts(self) -> None:
-        n, size = self.config.grad_accumulation, self.ranks.size
+    @staticmethod
+    def require_parts(
+        config: ExperimentConfig,  # its `grad_accumulation` micro-batches are divided
+        size: int,  # ranks
+    ) -> None:
+        "Raise `ConfigError` where the ranks cannot have as many micro-batches each."
+        n = config.grad_accumulation
         if n % size:
             raise ConfigError(f"grad_accumulation: expected a multiple of the {size} ranks, got {n}; the ranks divide "
                               "the micro-batches of a step among themselves, and each must have as many")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .config import ConfigError
+from .config import ConfigError, ExperimentConfig
 from .contract import ContractError, RandomGenerators
 from .data import Batch, keyed_bytes
 from .distributed import RankRun, Ranks, part_of
@@ -72,8 +72,13 @@ class ElasticRun(RankRun):
         "Model, optimizer and progress. Generators are a function of (seed, step, shard)."
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
 
-    def _require_parts(self) -> None:
-        n, size = self.config.grad_accumulation, self.ranks.size
+    @staticmethod
+    def require_parts(
+        config: ExperimentConfig,  # its `grad_accumulation` is the number of logical shards
+        size: int,  # ranks
+    ) -> None:
+        "Raise `ConfigError` where a rank would have no shard."
+        n = config.grad_accumulation
         if size > n:
             raise ConfigError(f"grad_accumulation: expected at least {size} logical shards for {size} ranks, got {n}; "
                               "a rank without a shard would have nothing to do: start fewer ranks")

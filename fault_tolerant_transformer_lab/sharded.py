@@ -6,10 +6,10 @@
 __all__ = ['SCHEMA_VERSION', 'INDEX', 'MAX_INDEX_BYTES', 'TOLD_BY', 'is_per_rank', 'RankState', 'shard_name', 'Chunk',
            'ShardedTensor', 'ShardFile', 'GenerationManifest', 'read_generation', 'open_shards', 'verify_generation',
            'ShardReader', 'PlannedTensor', 'SlicedTensor', 'box_of', 'FencedError', 'Attempt', 'read_attempt',
-           'new_attempt', 'sharded_name', 'sharded_step_of', 'ShardDisk', 'remove_tree', 'ShardWriter', 'RankRestored',
-           'agree', 'publication_lock', 'retain', 'RankStore', 'saved_for', 'open_whole', 'publish_one_file',
-           'export_checkpoint', 'open_any', 'diff_states', 'Inert', 'read_inert', 'read_dcp_folder', 'read_torch_save',
-           'import_checkpoint']
+           'new_attempt', 'sharded_name', 'sharded_step_of', 'generations_in', 'ShardDisk', 'remove_tree',
+           'ShardWriter', 'RankRestored', 'agree', 'publication_lock', 'retain', 'RankStore', 'saved_for', 'open_whole',
+           'publish_one_file', 'export_checkpoint', 'open_any', 'diff_states', 'Inert', 'read_inert', 'read_dcp_folder',
+           'read_torch_save', 'import_checkpoint']
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-003
 import dataclasses
@@ -58,6 +58,7 @@ from fault_tolerant_transformer_lab.checkpoint_file import (
     DTYPES,
     CheckpointCorruptError,
     Difference,
+    TensorNames,
     UnknownSchemaError,
     byte_view,
     compare_tensors,
@@ -115,27 +116,6 @@ def is_per_rank(
     return generators or bool(getattr(participant, "per_rank", False))
 
 
-class _Named:
-    "Gives each distinct tensor of a tree one name, the same on every rank: that of its first path."
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[Any, str] = {}
-        self._alive: list[Tensor] = []
-
-    def __call__(self, path: TreePath, tensor: Tensor) -> str:
-        # a DTensor is tied where it is the same object: on a rank without rows it has no memory to compare
-        key = id(tensor) if isinstance(tensor, DTensor) else tensor_key(tensor)
-        if key not in self._names:
-            base = name = ".".join(map(str, path))
-            while name in self.tensors:
-                name = f"{base}#{len(self.tensors)}"
-            self._names[key] = name
-            self._alive.append(tensor)  # an identity or an address means something only while its tensor lives
-            self.tensors[name] = tensor.detach()
-        return self._names[key]
-
-
 @dataclass(frozen=True)
 class RankState:
     "A captured state as it is written: what all ranks share, what the planner divides, what is this rank's alone."
@@ -151,14 +131,15 @@ class RankState:
         step: int | None = None,  # see `Contract.capture`
     ) -> "RankState":  # tensors by reference
         "Capture a rank's state."
-        snapshot, names = contract.capture(step), _Named()
+        snapshot, names = contract.capture(step), TensorNames()
         own = {name: tree for name, tree in snapshot.tree.items() if is_per_rank(contract.participants[name])}
         shared = {name: tree for name, tree in snapshot.tree.items() if name not in own}
         for name in shared:
             participant = contract.participants[name]
             if isinstance(participant, LocalShards):
                 shared[name] = participant.whole()
-        return cls(snapshot, encode_tree(shared, names), names.tensors, own)
+        common = encode_tree(shared, names)
+        return cls(snapshot, common, {name: tensor.detach() for name, tensor in names.tensors.items()}, own)
 
     def copy(self) -> "RankState":  # no later update changes it
         "Copy every tensor, so that training can go on while the copy is written."
@@ -281,6 +262,11 @@ class GenerationManifest:
     tree: Any = field(repr=False)  # the shared state as JSON data
     tensors: dict[str, ShardedTensor] = field(repr=False)
     files: tuple[ShardFile, ...]  # by rank
+
+    @property
+    def schema_version(self) -> int:
+        "Of `generation.json`; another one is not read."
+        return SCHEMA_VERSION
 
     @property
     def world_size(self) -> int:
@@ -720,6 +706,19 @@ def sharded_step_of(
     return int(found[1]) if found and sharded_name(int(found[1])) == name else None
 
 
+def generations_in(
+    directory: Path,  # of a store; it need not be there
+) -> list[tuple[int, Path]]:  # step and path, oldest first
+    "The checkpoints by their names, one-file and sharded ones, whether sound or not."
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    steps = [(step_of(name), sharded_step_of(name), name) for name in names]
+    return sorted((one if one is not None else many, directory / name)  # type: ignore[misc]
+                  for one, many, name in steps if one is not None or many is not None)
+
+
 class ShardDisk(ForwardingDisk):
     "A disk that can also remove a directory."
 
@@ -1021,14 +1020,8 @@ class _Publishing:
         return self.attempt
 
     def generations(self) -> list[tuple[int, Path]]:
-        "The checkpoints by their names, one-file and sharded ones, oldest first, whether sound or not."
-        try:
-            names = sorted(os.listdir(self.directory))
-        except FileNotFoundError:
-            return []
-        steps = [(step_of(name), sharded_step_of(name), name) for name in names]
-        return sorted((one if one is not None else many, self.directory / name)  # type: ignore[misc]
-                      for one, many, name in steps if one is not None or many is not None)
+        "See `generations_in`."
+        return generations_in(self.directory)
 
     def _write(self, state: "RankState | Snapshot") -> Published:
         if isinstance(state, RankState):

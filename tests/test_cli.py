@@ -19,8 +19,8 @@ from fault_tolerant_transformer_lab import __version__, cli
 
 PACKAGE = Path(cli.__file__).parent
 SMOKE = PACKAGE / "configs" / "smoke.json"
-COMMANDS = ("train", "prove", "prove-script", "check-certificate", "verify", "inspect", "diff", "sample",
-            "compare-tuning", "plan", "crashtest", "soak")
+COMMANDS = ("train", "prove", "prove-script", "check-certificate", "verify", "inspect", "diff", "export", "import",
+            "sample", "compare-tuning", "plan", "crashtest", "soak")
 TEXT = {"data": "text:corpus.txt", "tokenizer": "byte", "vocab_size": 257, "block_size": 16, "d_model": 16,
         "n_heads": 2, "n_layers": 1, "dropout": 0.1, "seed": 3, "steps": 4, "batch_size": 2, "learning_rate": 1e-3,
         "checkpoint_every": 2}

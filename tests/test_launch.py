@@ -1,11 +1,14 @@
 """Whole runs of several ranks: wishes, the first cause, requests to stop, saves in the background, torchrun."""
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,8 @@ from fault_tolerant_transformer_lab.distributed import RankFailure, Ranks, run_r
 from fault_tolerant_transformer_lab.launch import (
     LOST_A_PEER,
     Place,
+    RanksFailed,
+    _first_of,
     build_run,
     digest_of_checkpoint,
     launch,
@@ -85,6 +90,35 @@ def test_only_a_rank_with_a_cause_of_its_own_speaks():
     assert lost_a_peer(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     assert not lost_a_peer(CheckpointError("a full disk here")) and not lost_a_peer(RuntimeError("shapes differ"))
     assert LOST_A_PEER not in (0, 1)
+
+
+def failure(exit_code, cause=None):
+    "How the launcher's agent describes a process that failed."
+    return SimpleNamespace(exitcode=exit_code, error_file_data={"message": "-"} | ({"cause": cause} if cause else {}))
+
+
+@pytest.mark.parametrize(("failures", "words"), [
+    ({0: failure(LOST_A_PEER), 1: failure(-signal.SIGKILL)}, "rank 1 of 2 was the first to fail: killed by SIGKILL"),
+    ({0: failure(LOST_A_PEER), 1: failure(2, "a full disk")}, "rank 1 of 2 was the first to fail: a full disk"),
+    ({0: failure(-signal.SIGTERM), 1: failure(1, "no such file")}, "rank 1 of 2 was the first to fail: no such file"),
+    ({0: failure(1, "its peer is gone"), 1: failure(-signal.SIGSEGV)}, "rank 1 of 2 .* killed by SIGSEGV"),
+    ({0: failure(LOST_A_PEER), 1: failure(LOST_A_PEER)}, "rank 0 of 2 was the first to fail: exit status 75"),
+    ({0: failure(128 + signal.SIGTERM), 1: failure(128 + signal.SIGTERM)}, "SIGTERM: the ranks were asked to stop"),
+])
+def test_the_first_cause_is_told_from_its_consequences(failures, words):
+    for order in (list(failures), list(failures)[::-1]):
+        error = _first_of({rank: failures[rank] for rank in order}, 2)
+        assert re.match(words, str(error))
+        assert getattr(error, "said", False) == ("cause" in failures[getattr(error, "rank", 0)].error_file_data)
+
+
+def test_a_launch_leaves_signals_threads_and_loggers_as_they_were():
+    logger = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    before = signal.getsignal(signal.SIGTERM), os.environ.get("OMP_NUM_THREADS"), logger.level
+    with pytest.raises(RanksFailed, match="rank 0 of 1 was the first to fail: exit status 7") as found:
+        launch(["-c", "raise SystemExit(7)"], 1)
+    assert (found.value.said, found.value.status) == (False, 1)
+    assert (signal.getsignal(signal.SIGTERM), os.environ.get("OMP_NUM_THREADS"), logger.level) == before
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

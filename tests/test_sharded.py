@@ -303,10 +303,10 @@ def test_a_record_that_is_none_is_named(tmp_path):
 
 def test_the_orphans_of_a_launcher_that_was_killed_cannot_publish(tmp_path):
     config = TINY.replace(grad_accumulation=2, steps=4, checkpoint_every=2)
-    digest, said = outlive_launcher(config, tmp_path / "run", "fsdp", 2)
+    result, said = outlive_launcher(config, tmp_path / "run", "fsdp", 2)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     assert said.count("FencedError") == 1 and "attempt 2 has taken" in said
-    assert digest == digest_of_checkpoint(newest) == verify_generation(newest).state_digest
+    assert result["state_digest"] == digest_of_checkpoint(newest) == verify_generation(newest).state_digest
     assert read_generation(newest).attempt["number"] == 2
 
 
