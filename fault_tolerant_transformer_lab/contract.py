@@ -341,7 +341,7 @@ class Snapshot:
     tree: dict[str, State]  # participant's name to its state
     description: dict[str, Any]  # the full description of what `identity` identifies
     identity: dict[str, Any]  # plain data that must be equal for a resume
-    environment: dict[str, Any]  # `environment_identity` of the moment
+    environment: dict[str, Any]  # `environment_identity` of the moment, and what the participants were made of
     lineage: tuple[Segment, ...]  # from the first start to now
 
 
@@ -927,12 +927,63 @@ def _group_differences(
         if same_torch or not _is_switch(saved.get(key)):
             yield Drift(f"{where}.{key}", _side(saved.get(key)), ABSENT)
 
-# %% ../nbs/03_contract.ipynb #cell-100
+# %% ../nbs/03_contract.ipynb #cell-099
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _torch_class(participant: Any) -> str:
+    "Name of a class of torch's, and of the schedules inside of it; empty for a class of somebody else's."
+    if not _in_torch(type(participant).__module__):
+        return ""
+    inner = [_torch_class(part) or "another" for part in getattr(participant, "_schedulers", ())]
+    return type(participant).__name__ + (f" of {' and '.join(inner)}" if inner else "")
+
+
+def _make_up(participants: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    "What a state dict does not tell of its owner: its class, and the number of each parameter that a module names."
+    paths: dict[int, list[str]] = {}
+    for name, part in participants.items():
+        if isinstance(part, torch.nn.Module):
+            for key, parameter in _unwrapped(part).named_parameters(remove_duplicate=False):
+                paths.setdefault(id(parameter), []).append(format_path((name, key)))
+    others = {name: part for name, part in participants.items() if not isinstance(part, torch.nn.Module)}
+    found: dict[str, dict[str, Any]] = {name: {"class": kind} for name, part in others.items()
+                                        if (kind := _torch_class(part))}
+    for name, part in others.items():
+        if isinstance(part, torch.optim.Optimizer):
+            numbers = {path: number for number, p in enumerate(_parameters_of(part)) for path in paths.get(id(p), ())}
+            found.setdefault(name, {})["parameters"] = numbers
+    return found
+
+
+def _other_class(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Drift]:
+    "Another class of torch's; empty where either side is somebody else's."
+    sides = saved.get("class"), here.get("class")
+    return [Drift(name, *sides)] if all(sides) and sides[0] != sides[1] else []
+
+
+def _other_numbers(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Drift]:
+    "Parameters that both sides know, under other numbers."
+    numbers, there = here.get("parameters", {}), saved.get("parameters")
+    known = {path: there[path] for path in numbers if path in there} if isinstance(there, dict) else {}
+    return [Drift(f"{name}.parameters.{path}", f"number {number}", f"number {numbers[path]}")
+            for path, number in known.items() if number != numbers[path]]
+
+# %% ../nbs/03_contract.ipynb #cell-102
 def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any]) -> Iterator[Drift]:
     for key in sorted(map(str, live.keys() ^ saved.keys())):
         if not key.startswith("_"):  # torch's private bookkeeping changes between its releases
             sides = ("present", ABSENT) if key in saved else (ABSENT, "present")
             yield Drift(f"{name}.{key}", *sides)
+    for key in ("base_lrs", "lr_lambdas"):  # one for each of the optimizer's groups
+        there, here = (side.get(key) or [] for side in (saved, live))
+        if len(there) != len(here):
+            yield Drift(f"{name}.{key}", f"{len(there)} groups", f"{len(here)} groups")
+    for index, sides in enumerate(zip(saved.get("lr_lambdas") or [], live.get("lr_lambdas") or [], strict=False)):
+        if None in sides and any(sides):  # a function is saved as None, and an object as its attributes
+            kinds = ("an object with state" if side else "a function" for side in sides)
+            yield Drift(f"{name}.lr_lambdas[{index}]", *kinds)
     # SequentialLR and ChainedScheduler hold others, whose kinds and number must be the same too.
     here, there = (side.get("_schedulers") or [] for side in (live, saved))
     if len(here) != len(there):
@@ -946,19 +997,19 @@ def _differences(name: str, participant: Any, saved: State, same_torch: bool = T
     "What keeps one participant's state from fitting, found without changing anything."
     if type(saved) not in (dict, OrderedDict):
         raise ContractError(f"{name}: expected a dict of state, the checkpoint has {_named(saved)}")
+    plain, found = _loads_as_torch_does(participant), list[Drift]()
     if isinstance(participant, torch.nn.Module):
-        return list(_module_differences(name, participant, saved)) if _loads_as_torch_does(participant) else []
-    if isinstance(participant, torch.optim.Optimizer):
-        plain = _loads_as_torch_does(participant)
-        return list(_optimizer_differences(name, participant, saved, same_torch)) if plain else []
-    if _in_torch(type(participant).__module__):
-        return list(_key_differences(name, participant.state_dict(), saved))
-    if validate := getattr(participant, "validate_state_dict", None):
+        found = list(_module_differences(name, participant, saved)) if plain else []
+    elif isinstance(participant, torch.optim.Optimizer):
+        found = list(_optimizer_differences(name, participant, saved, same_torch)) if plain else []
+    elif _in_torch(type(participant).__module__):
+        found = list(_key_differences(name, participant.state_dict(), saved))
+    if not found and callable(validate := getattr(participant, "validate_state_dict", None)):
         try:
             validate(saved)
         except Exception as error:
             raise ContractError(f"{name}: the checkpoint's state does not fit: {error}") from error
-    return list(_worker_differences(name, participant, saved))
+    return found or list(_worker_differences(name, participant, saved))
 
 
 def _worker_differences(name: str, loader: Any, saved: Mapping[Any, Any]) -> Iterator[Drift]:
@@ -970,7 +1021,7 @@ def _worker_differences(name: str, loader: Any, saved: Mapping[Any, Any]) -> Ite
     if type(here) is int and type(there) is int and here != there:
         yield Drift(f"{name}.num_workers", there, here)
 
-# %% ../nbs/03_contract.ipynb #cell-105
+# %% ../nbs/03_contract.ipynb #cell-107
 def _is_same(a: Tensor, b: Tensor) -> bool:
     return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
 
@@ -984,7 +1035,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     return False
 
-# %% ../nbs/03_contract.ipynb #cell-107
+# %% ../nbs/03_contract.ipynb #cell-109
 class _Filling:
     "Builds the tree to load: the live tensors of a participant, filled in place where they fit, else new ones."
 
@@ -1044,11 +1095,7 @@ class _Filling:
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
 
-# %% ../nbs/03_contract.ipynb #cell-109
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
+# %% ../nbs/03_contract.ipynb #cell-111
 def _allocator(participant: Any) -> Callable[[TreePath, Any], Tensor | None]:
     "Memory for state that does not exist yet: an optimizer's moments are made like their parameters."
     parameters = _parameters_of(participant) if isinstance(participant, torch.optim.Optimizer) else []
@@ -1098,7 +1145,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
             if isinstance(given, Tensor) and isinstance(held, Tensor) and held.dtype != given.dtype and key != "step":
                 optimizer.state[parameter][key] = given.to(held.device)
 
-# %% ../nbs/03_contract.ipynb #cell-115
+# %% ../nbs/03_contract.ipynb #cell-117
 @dataclass(frozen=True)
 class _Backup:
     "A participant as it was before the restore touched it."
@@ -1141,7 +1188,7 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-121
+# %% ../nbs/03_contract.ipynb #cell-123
 def _slots(obj: object) -> list[str]:
     "Names of the slots that an object's classes declare, as they are mangled."
     declared = [vars(cls) for cls in type(obj).__mro__ if "__slots__" in vars(cls)]
@@ -1163,7 +1210,7 @@ def _settable(obj: object, names: list[str]) -> list[str]:
                                 f"{error}; name attributes that are there from the start, and not read-only") from error
     return names
 
-# %% ../nbs/03_contract.ipynb #cell-124
+# %% ../nbs/03_contract.ipynb #cell-126
 _Place: TypeAlias = tuple[TreePath, Any, range]  # where a mutable value stands, what it is a part of, and which part
 
 
@@ -1210,7 +1257,7 @@ def _refuse_shared(participants: Mapping[str, Any], states: Mapping[str, State])
         raise ContractError("{} and {} are one mutable value, of which a restore would make two: keep it under one "
                             "name, or give the second a copy".format(*shared[0]))
 
-# %% ../nbs/03_contract.ipynb #cell-125
+# %% ../nbs/03_contract.ipynb #cell-127
 class PlainState:
     "The attributes of any object as a participant: counters, best values, lists, tensors."
 
@@ -1270,7 +1317,7 @@ class PlainState:
             if name not in state:
                 delattr(self.obj, name)
 
-# %% ../nbs/03_contract.ipynb #cell-131
+# %% ../nbs/03_contract.ipynb #cell-133
 def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
     return dict(_unwrapped(module).named_parameters())
 
@@ -1290,7 +1337,7 @@ def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> 
             # A gradient lies where its parameter does, and as its parameter does.
             parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
 
-# %% ../nbs/03_contract.ipynb #cell-134
+# %% ../nbs/03_contract.ipynb #cell-136
 def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     done, gradients = state.get("done"), state.get("gradients")
     if state.get("every") != every:
@@ -1304,7 +1351,7 @@ def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], sta
             raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
                                 "the module as the checkpoint's run did")
 
-# %% ../nbs/03_contract.ipynb #cell-137
+# %% ../nbs/03_contract.ipynb #cell-139
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1356,7 +1403,7 @@ class Accumulation:
         self.done = state["done"]
         _set_gradients(self.module, state["gradients"])
 
-# %% ../nbs/03_contract.ipynb #cell-140
+# %% ../nbs/03_contract.ipynb #cell-142
 def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
     "Raise where an update is unfinished, and an optimizer's parameter has a gradient that no `Accumulation` saves."
     accumulations = [part for part in participants.values() if isinstance(part, Accumulation)]
@@ -1374,7 +1421,7 @@ def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
                             f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or "
                             "clear them where their update is done")
 
-# %% ../nbs/03_contract.ipynb #cell-143
+# %% ../nbs/03_contract.ipynb #cell-145
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1413,7 +1460,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-146
+# %% ../nbs/03_contract.ipynb #cell-148
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1452,7 +1499,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-149
+# %% ../nbs/03_contract.ipynb #cell-151
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1485,7 +1532,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-152
+# %% ../nbs/03_contract.ipynb #cell-154
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1510,7 +1557,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-155
+# %% ../nbs/03_contract.ipynb #cell-157
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1521,8 +1568,10 @@ class _Run:
         **participants: Any,  # anything with state_dict() and load_state_dict(), by its name in checkpoints
     ) -> None:
         self._participants = _checked_participants(participants)
-        self._identity = _plain_identity(identity, "identity")
-        self._description = _plain_identity(identity, "describe")
+        own = {name: part for name, part in participants.items()
+               if callable(getattr(type(part), "identity", None)) and name not in (identity or {})}
+        self._identity = _plain_identity(identity, "identity") | _plain_identity(own, "identity")
+        self._description = _plain_identity(identity, "describe") | {name: self._identity[name] for name in own}
         self._lineage: tuple[Segment, ...] = ()
         self._start_step = _counted_step(self._participants) or 0
         self._mixed: set[str] = set()  # participants that a failed restore has left half-way
@@ -1554,7 +1603,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-158
+# %% ../nbs/03_contract.ipynb #cell-160
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1588,7 +1637,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-161
+# %% ../nbs/03_contract.ipynb #cell-163
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1611,10 +1660,15 @@ def _capture(contract: Contract, step: int | None) -> Snapshot:
     contract._lineage = _continued(contract.lineage, step, environment)
     return Snapshot(step=step, tokens_seen=getattr(_progress(participants), "tokens_seen", None),
                     tree={name: states[name] for name in participants}, description=contract.description(),
-                    identity=contract.identity(), environment=environment, lineage=contract._lineage)
+                    identity=contract.identity(), environment=environment | {"participants": _make_up(participants)},
+                    lineage=contract._lineage)
 
 
 def _ask_to_capture(name: str, participant: Any) -> None:
+    if isinstance(participant, torch.amp.GradScaler) and (begun := getattr(participant, "_per_optimizer_states", {})):
+        stages = ", ".join(sorted({state["stage"].name.lower() for state in begun.values()}))
+        raise ContractError(f"{name}: gradients are {stages} and the scale is not updated, and whether they overflowed "
+                            "would be lost: capture after scaler.update()")
     if callable(validate := getattr(participant, "validate_capture", None)):
         try:
             validate()
@@ -1635,7 +1689,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-164
+# %% ../nbs/03_contract.ipynb #cell-167
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1651,8 +1705,13 @@ def _check(
     names, missing = _chosen(contract.participants, saved.tree, only, _as_names(allow_missing))
     parts = {name: _unwrapped(contract.participants[name]) for name in names}
     same_torch = saved.environment.get("decides", {}).get("torch") == torch.__version__
-    found = [_differences(name, part, saved.tree[name], same_torch) for name, part in parts.items()]
-    _require_same_state([change for changes in found for change in changes])
+    makings = _make_up(contract.participants), _noted_make_up(saved)
+    found = list[Drift]()
+    for name, part in parts.items():
+        here, there = (making.get(name, {}) for making in makings)
+        changes = _other_class(name, here, there) + _differences(name, part, saved.tree[name], same_torch)
+        found += changes or _other_numbers(name, here, there)
+    _require_same_state(found)
     live = {name: part.state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     _require_same_state(_tie_differences(live, {name: saved.tree[name] for name in live}))
     accepted = [*environment, *(Drift(name, ABSENT, "kept as it was") for name in missing)]
@@ -1660,6 +1719,12 @@ def _check(
         left = [Drift(name, "present", "not taken over") for name in saved.tree if name not in names]
         accepted = [*identity, *accepted, *left]
     return names, accepted
+
+
+def _noted_make_up(saved: SavedState) -> dict[str, dict[str, Any]]:
+    "What a checkpoint tells of its participants' make-up; one of an earlier release tells nothing."
+    noted = saved.environment.get("participants")
+    return {name: facts for name, facts in noted.items() if isinstance(facts, dict)} if isinstance(noted, dict) else {}
 
 
 def _as_names(names: str | Iterable[str]) -> list[str]:
@@ -1687,7 +1752,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-168
+# %% ../nbs/03_contract.ipynb #cell-171
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}

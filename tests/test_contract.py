@@ -10,6 +10,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -768,6 +769,87 @@ def test_the_schedules_inside_of_a_schedule_are_compared_too():
         sequence(nested(cosine)).restore(deep)
 
 
+SAME_KEYS = {
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda done: 0.9),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda done: 0.9),
+    "inside": lambda o: S.SequentialLR(o, [S.LambdaLR(o, lambda done: 0.9), S.ConstantLR(o)], [2]),
+    "inside, multiplied": lambda o: S.SequentialLR(o, [S.MultiplicativeLR(o, lambda d: 0.9), S.ConstantLR(o)], [2]),
+    "chained": lambda o: S.ChainedScheduler([S.LambdaLR(o, lambda done: 0.9), S.ConstantLR(o)]),
+    "chained, multiplied": lambda o: S.ChainedScheduler([S.MultiplicativeLR(o, lambda d: 0.9), S.ConstantLR(o)]),
+}
+
+
+@pytest.mark.parametrize("saved_kind", SAME_KEYS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_of_another_class_is_refused_also_where_its_keys_are_the_same(saved_kind):
+    def contract_of(kind):
+        return Contract(scheduler=SAME_KEYS[kind](torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)))
+
+    saved = freeze(contract_of(saved_kind).capture(step=0))
+    contract_of(saved_kind).restore(saved)
+    for kind in SAME_KEYS.keys() - {saved_kind}:
+        contract = contract_of(kind)
+        before = bits(contract)
+        with pytest.raises(CheckpointMismatchError, match="scheduler: checkpoint [A-Z]"):
+            contract.restore(saved)
+        assert bits(contract) == before
+
+
+class Decay:
+    "A schedule's function with state of its own."
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, done):
+        self.calls += 1
+        return 0.9**self.calls
+
+
+def test_a_schedules_function_is_not_taken_for_an_object_and_each_group_needs_its_own():
+    def contract_of(functions):
+        groups = [{"params": nn.Linear(1, 1).parameters()} for _ in functions]
+        return Contract(scheduler=S.LambdaLR(torch.optim.SGD(groups, lr=0.1), functions))
+
+    def flat(done):
+        return 1.0
+
+    saved = {name: freeze(contract_of(functions).capture(step=0)) for name, functions in (
+        ("function", [flat]), ("object", [Decay()]), ("two", [flat, flat]), ("lazy", [partial(flat)]))}
+    contract_of([Decay()]).restore(saved["object"])
+    contract_of([lambda done: 1.0]).restore(saved["function"])  # code is no state
+    contract_of([flat]).restore(saved["lazy"])  # an object without attributes has none either
+    contract_of([Decay()]).restore(saved["lazy"])  # and may get some later
+    for name, here, told in (
+        ("object", [flat], r"lr_lambdas\[0\]: checkpoint an object with state, here a function"),
+        ("function", [Decay()], r"lr_lambdas\[0\]: checkpoint a function, here an object with state"),
+        ("two", [flat], "scheduler.base_lrs: checkpoint 2 groups, here 1 groups"),
+        ("function", [flat, flat], "scheduler.lr_lambdas: checkpoint 1 groups, here 2 groups"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=told):
+            contract_of(here).restore(saved[name])
+
+
+@pytest.mark.parametrize("moment", ["scaled", "unscaled", "stepped", "updated"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_in_the_middle_of_an_update_is_refused(moment, enabled):
+    model = nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=enabled)
+    contract = Contract(model=model, optimizer=optimizer, scaler=scaler)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    if moment != "scaled":
+        scaler.unscale_(optimizer)
+    if moment in ("stepped", "updated"):
+        scaler.step(optimizer)
+    if moment == "updated":
+        scaler.update()
+    if enabled and moment in ("unscaled", "stepped"):
+        with pytest.raises(ContractError, match=f"scaler: gradients are {moment} and the scale is not updated.*update"):
+            contract.capture(step=0)
+    else:
+        contract.capture(step=0)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_learning_rate_that_is_a_tensor_stays_that_tensor_and_is_never_filled_twice(shared):
     def make(values):
@@ -842,6 +924,71 @@ def test_moments_of_parameters_in_another_order_are_refused_where_their_shapes_t
         contract.restore(freeze(stepped([2, 3]).capture(step=1)))
     moments = [f"optimizer.state[{i}].{key}" for i in (0, 1) for key in ("exp_avg", "exp_avg_sq")]
     assert [field.field for field in refused.value.fields] == moments and bits(contract) == before
+
+
+REORDERED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
+    "AdamW": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor, "Adagrad": torch.optim.Adagrad,
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=2), "ASGD": torch.optim.ASGD, "Rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("kind", [name for name in REORDERED if hasattr(torch.optim, name)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("holders", ["one", "two", "compiled", "tied"])
+def test_parameters_under_other_numbers_are_refused_by_name_whatever_their_shapes(kind, wide, holders):
+    "LBFGS keeps all parameters in one vector, and Adafactor rows and columns: there not even another shape tells."
+    def contract_of(order, step=False):
+        torch.manual_seed(0)
+        layers = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 5 if wide else 3, bias=False)})
+        if holders == "tied":
+            layers["c"] = layers["a"]
+        weights = [layers[name].weight for name in order]
+        optimizer = REORDERED[kind](weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        if step:
+            optimizer.step(lambda: weights[0].square().sum())
+        held = {"model": torch.compile(layers) if holders == "compiled" else layers}
+        if holders == "two":
+            held = {"first": layers["a"], "second": layers["b"]}
+        return Contract(**held, optimizer=optimizer)
+
+    saved = freeze(contract_of("ab", step=True).capture(step=1))
+    contract_of("ab").restore(saved)
+    other = contract_of("ba")
+    before = bits(other)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        other.restore(saved)
+    fields = [change.field for change in refused.value.fields]
+    assert fields and all(field.startswith(("optimizer.parameters.", "optimizer.state[")) for field in fields)
+    assert bits(other) == before
+    other.restore(saved, only=[name for name in other.participants if name != "optimizer"])
+    with pytest.raises(CheckpointMismatchError):
+        other.restore(saved, only="optimizer")
+
+
+def test_the_numbers_of_parameters_do_not_depend_on_the_order_or_the_number_of_the_modules_that_take_part():
+    def contract_of(*names):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        parts = {"model": model, "a": model["a"], "optimizer": torch.optim.AdamW(model.parameters())}
+        return Contract(**{name: parts[name] for name in names})
+
+    saved = freeze(contract_of("model", "a", "optimizer").capture(step=0))
+    contract_of("optimizer", "a", "model").restore(saved)
+    contract_of("optimizer").restore(saved, only="optimizer")
+    contract_of("optimizer", "model").restore(saved, only=["model", "optimizer"])
+    assert saved.environment["participants"] == {"optimizer": {"class": "AdamW", "parameters": {
+        "model.a.weight": 0, "a.weight": 0, "model.a.bias": 1, "a.bias": 1, "model.b.weight": 2, "model.b.bias": 3}}}
+
+
+@pytest.mark.parametrize("noted", [None, 3, [], {}, {"optimizer": 3}, {"optimizer": {"class": None, "parameters": 3}}])
+def test_a_checkpoint_that_tells_nothing_of_its_participants_make_up_is_restored(noted):
+    model = nn.Linear(2, 2)
+    contract = Contract(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    saved = freeze(contract.capture(step=0))
+    contract.restore(replace(saved, environment=saved.environment | {"participants": noted}))
 
 
 def test_moments_keep_a_dtype_that_is_not_their_parameters():
@@ -1510,6 +1657,51 @@ def test_the_counted_step_is_read_without_capturing_anything():
 def test_what_cannot_take_part_is_refused_at_once(participants, message):
     with pytest.raises(ContractError, match=message):
         Contract(**participants)
+
+
+class Anchored(nn.Module):
+    "A module whose state has a meaning only together with something that is not saved."
+
+    def __init__(self, base, anchored=True):
+        super().__init__()
+        self.weight, self.base, self.asked, self.anchored = nn.Parameter(torch.zeros(2)), base, 0, anchored
+
+    def identity(self):
+        return {"base": self.base}
+
+    def validate_state_dict(self, state):
+        self.asked += 1
+        if not self.anchored:
+            raise ValueError("expected an anchor, got none")
+
+
+def test_a_participant_may_have_an_identity_and_a_module_may_refuse_a_state():
+    saved = freeze(Contract(part=Anchored("one")).capture(step=0))
+    assert saved.identity == {"part": {"base": "one"}} == saved.description
+    same = Anchored("one")
+    Contract(part=same).restore(saved)
+    assert same.asked == 1
+    with pytest.raises(CheckpointMismatchError) as refused:
+        Contract(part=Anchored("two")).restore(saved)
+    assert [str(change) for change in refused.value.fields] == ['part.base: checkpoint "one", requested "two"']
+    other = Contract(part=Anchored("two"))
+    other.restore(saved, only="part")
+    assert other.lineage[-1].accepted_changes[0]["field"] == "part.base"
+    with pytest.raises(ContractError, match="part: the checkpoint's state does not fit: expected an anchor, got none"):
+        Contract(part=Anchored("one", anchored=False)).restore(saved)
+    assert Contract(identity={"part": 3}, part=Anchored("one")).identity() == {"part": 3}  # what is given stands
+
+
+class IdentityLayer(nn.Module):
+    "A module with a layer of that name has no identity of its own."
+
+    def __init__(self):
+        super().__init__()
+        self.identity = nn.Identity()
+
+
+def test_a_layer_that_is_called_identity_is_none():
+    assert Contract(model=IdentityLayer()).identity() == {}
 
 
 def test_one_object_has_one_name():
