@@ -658,13 +658,14 @@ STEP_LOADERS = (
 _EPOCH = TensorDataset(*examples(1000), torch.arange(8))  # 8 rows: 4 batches of 2
 
 
-def _shuffled(make: Callable[[], Any], takes_part: bool, at: int) -> System:  # make: gives the loader
-    "Train on epoch after epoch of a shuffled loader."
+def _shuffled(make: Callable[[], Any], takes_part: bool, at: int, early: bool = False) -> System:
+    "Train on epoch after epoch of the loader that `make` gives; `early` makes its first iterator at once."
     loader = make()
+    made = [iter(loader)] if early else []
 
     def _epochs(step: int) -> Iterator[Any]:
         while True:
-            yield from ((inputs, targets) for inputs, targets, _ in loader)
+            yield from ((inputs, targets) for inputs, targets, _ in (made.pop() if made else loader))
 
     return _train_on(_epochs, **{"loader": loader} if takes_part else {})
 
@@ -681,8 +682,8 @@ def _stateful_loader(workers: int, own_sampler: bool) -> Any:
                                         multiprocessing_context="fork" if workers else None)
 
 
-def _stateful(workers: int, own_sampler: bool) -> Callable[[int], System]:
-    return partial(_shuffled, partial(_stateful_loader, workers, own_sampler), True)
+def _stateful(workers: int, own_sampler: bool, early: bool = False) -> Callable[[int], System]:
+    return partial(_shuffled, partial(_stateful_loader, workers, own_sampler), True, early=early)
 
 
 PLAIN_LOADERS = (
@@ -696,6 +697,8 @@ STATEFUL_LOADERS = (
     Kind("StatefulDataLoader, one generator", _stateful(0, False), stop=6, steps=10, resumes=False,
          instead="StatefulDataLoader, sampler's own generator", needs="torchdata"),
     Kind("StatefulDataLoader, 2 workers", _stateful(2, False), lost="loader", stop=6, steps=10, needs="torchdata"),
+    Kind("StatefulDataLoader, iterated before restore", _stateful(0, True, early=True), stop=6, steps=10,
+         resumes=False, instead="StatefulDataLoader, sampler's own generator", needs="torchdata"),
 )
 
 # %% ../nbs/03a_larger_state.ipynb #cell-066

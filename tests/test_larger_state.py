@@ -139,6 +139,7 @@ def test_the_kinds_are_those_that_were_promised():
         "accumulated gradients, not declared", "worker seeds drawn from torch's generator",
         "noise from the workers' own generators",
         "plain shuffled DataLoader, mid-epoch", "StatefulDataLoader, one generator",
+        "StatefulDataLoader, iterated before restore",
     }  # fmt: skip
 
 
