@@ -44,7 +44,7 @@ from fault_tolerant_transformer_lab.config import (
     parse_json_object,
     shown,
 )
-from .contract import Contract, RandomGenerators, Snapshot, environment_identity
+from .contract import Contract, RandomGenerators, Snapshot
 from .data import keyed_bytes
 from .model import Transformer, n_parameters
 from .publication import CheckpointStore, place_of, write_atomically
@@ -54,6 +54,7 @@ from fault_tolerant_transformer_lab.training import (
     StopRequest,
     TrainingError,
     TrainingRun,
+    chosen_device,
     deterministic,
     make_average,
     make_optimizer,
@@ -223,8 +224,9 @@ def target_layers(
     linear = {name: module for name, module in modules
               if type(module) is nn.Linear or (isinstance(module, nn.Linear) and is_parametrized(module))}
     if idle := [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]:
+        some = [*list(linear)[:8], *[f"and {len(linear) - 8} more"] * (len(linear) > 8)]
         raise ConfigError.of(Problem("targets", "patterns that fit a linear layer", shown(idle[0]),
-                                     f"the linear layers are {shown(', '.join(linear) or 'none')}"))
+                                     f"the linear layers are {', '.join(some) or 'none'}"))
     chosen = {name: layer for name, layer in linear.items() if any(fnmatchcase(name, pattern) for pattern in targets)}
     for name, layer in chosen.items():
         _require_plain(modules, name, layer)
@@ -409,6 +411,7 @@ class AdapterState(nn.Module):
         super().__init__()
         layers = _adapted(model)
         _require_apart(layers, "to take part in a contract")
+        self._whole = (model,)  # in a tuple, since an attribute would make it a part of this module
         for name, tensor in _saved_tensors(model).items():
             *parents, last = name.split(".")
             holder: nn.Module = self
@@ -423,6 +426,34 @@ class AdapterState(nn.Module):
             else:
                 holder.register_buffer(last, tensor)
 
+    def identity(self) -> dict[str, Any]:  # plain data; a contract asks for it when it is made
+        "Digest of all that is left out of the state, and the alpha, or that of each layer where they differ."
+        model, here = self._whole[0], self.state_dict()
+        layers = _adapted(model)
+        _require_apart(layers, "to tell whose they are")
+        left_out = {name: tensor.detach() for name, tensor in _saved_tensors(model).items() if name not in here}
+        alphas = {name: layer.alpha for name, layer in layers.items()}
+        one = len({*alphas.values()}) == 1
+        return {"base": state_digest(Snapshot(0, None, {"base": left_out}, {}, {}, {}, ())),
+                "alpha": next(iter(alphas.values())) if one else alphas}
+
+    def validate_capture(self) -> None:
+        "Raise `LoraError` where a tensor of the model is no longer the one that is saved, or is not saved."
+        model = self._whole[0]
+        now, here = (dict(one.named_parameters()) | dict(one.named_buffers()) for one in (model, self))
+        moved = [name for name, tensor in here.items() if now.get(name) is not tensor]
+        if lost := moved or [name for name, p in model.named_parameters() if p.requires_grad and name not in here]:
+            what = "the tensor that the model had when AdapterState was made" if moved else "a frozen parameter"
+            raise LoraError(f"{lost[0]}: expected {what}, got {'another' if moved else 'one that trains'}; make "
+                            "AdapterState, and the contract, after the model is moved and its layers are thawed")
+
+    def validate_state_dict(
+        self,
+        state: Mapping[str, Any],  # what `state_dict` gave; its tensors are compared by the contract
+    ) -> None:
+        "Raise `LoraError` where a restore would not reach the model."
+        self.validate_capture()
+
 # %% ../nbs/09_lora.ipynb #cell-065
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
@@ -432,9 +463,11 @@ class TuningRun(TrainingRun):
         config: ExperimentConfig,  # what to train
         lora: LoraConfig | None,  # None trains everything
         on_boundary: OnBoundary = no_boundary,  # see `TrainingRun`
+        *,
+        device: str = "cpu",  # see `chosen_device`
     ) -> None:
         "Build the run at step 0; both kinds begin with the same weights, generators and batches."
-        super().__init__(config, on_boundary)
+        super().__init__(config, on_boundary, device=device)
         self.base_digest = base_digest(self.model)
         if lora is None:
             return
@@ -445,7 +478,7 @@ class TuningRun(TrainingRun):
             self.ema = make_average(self.model, config.ema_decay)
             average = {"ema": AdapterState(self.ema)}
         self.contract = Contract(
-            identity={"config": config, "data": self.batches.source, "base": self.base_digest, "lora": lora},
+            identity={"config": config, "data": self.batches.source, "lora": lora},
             adapters=AdapterState(self.model), **average, optimizer=self.optimizer, progress=self.progress,
             rng=RandomGenerators())
 
@@ -884,20 +917,25 @@ def compare_tuning(
     alpha: float = 8.0,  # an adapter is scaled by `alpha / rank`
     targets: Sequence[str] = DEFAULT_TARGETS,  # shell patterns of layer names
     directory: Path | str | None = None,  # keeps both runs, so that a second call goes on; None keeps nothing
+    device: str = "cpu",  # where both arms run: cpu, cuda, cuda:N, or auto for a GPU where one is
     on_boundary: OnBoundary = no_boundary,  # see `TrainingRun`; called by one arm after the other
 ) -> TuningComparison:
     """Train everything and train adapters, from the same weights on the same batches with the same optimizer settings.
 
     Where there is a folder, SIGTERM and SIGINT save the arm under way and raise `TuningInterrupted`. Raises also
     `ConfigError` for bad settings, and for settings of saving that a comparison does not have, `TrainingError` where
-    the arms did not begin alike, and what the store raises.
+    the arms did not begin alike or there is no such device, and what the store raises.
     """
     lora = LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets))
     signals = nullcontext(StopRequest()) if directory is None else stop_signals()
+    chosen = str(chosen_device(device))
     with deterministic(), signals as stop, _folder_for(directory) as folder:
         _require_possible(config, lora)
         kinds: dict[str, LoraConfig | None] = {"full": None, "lora": lora}
-        arms = {name: _arm(TuningRun(config, kind, on_boundary), folder / name, stop) for name, kind in kinds.items()}
-        environment = environment_identity()["decides"]
+        arms: dict[str, Arm] = {}
+        environment: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            run = TuningRun(config, kind, on_boundary, device=chosen)
+            arms[name], environment = _arm(run, folder / name, stop), run.contract.environment()["decides"]
     _require_shared_start(arms)
     return TuningComparison(config, lora, arms, environment)

@@ -25,7 +25,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint, read_manifest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, load_config, shipped_config
-from fault_tolerant_transformer_lab.contract import CheckpointMismatchError, Contract, ContractError, NamedGenerator
+from fault_tolerant_transformer_lab.contract import (
+    CheckpointError,
+    CheckpointMismatchError,
+    Contract,
+    ContractError,
+    NamedGenerator,
+    freeze,
+)
 from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
 from fault_tolerant_transformer_lab.lora import (
     AdapterState,
@@ -556,6 +563,82 @@ def test_one_bit_of_the_base_is_enough_to_refuse_its_adapters(tmp_path):
             store.restore(contract_on(True))
 
 
+def parts_of(config: LoraConfig | None = None, change: Callable[[nn.Module], object] = id) -> Contract:
+    "A contract of somebody who has thought of no identity."
+    model = model_of()
+    change(model)
+    adapt(model, config or LoraConfig(), seed=0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    return Contract(adapters=AdapterState(model), optimizer=optimizer)
+
+
+@torch.no_grad()
+def flip_a_bit(model: nn.Module) -> None:
+    model.norm.bias.view(torch.int32)[3] ^= 1
+
+
+@pytest.mark.parametrize("other, told", [
+    ({"config": LoraConfig(alpha=4.0)}, r"adapters\.alpha: checkpoint 8\.0, requested 4\.0"),
+    ({"change": flip_a_bit}, "adapters.base: checkpoint [0-9a-f]{64}, requested [0-9a-f]{64}"),
+    ({"config": LoraConfig(rank=2)}, r"attention\.qkv\.lora_A: checkpoint float32 \(4, 16\), here float32 \(2,"),
+    ({"config": LoraConfig(targets=("*.attention.qkv",))}, r"adapters\.blocks\.0\.attention\.projection\.lora_A: "),
+    ({"config": LoraConfig(targets=("*.attention.*", "*.expand"))}, r"adapters\.blocks\.0\.mlp\.expand\.lora_A: "),
+])
+def test_adapters_are_refused_on_another_base_and_with_other_settings_whoever_made_the_contract(other, told):
+    saved = freeze(parts_of().capture(step=1))
+    parts_of().restore(saved)
+    refusing = parts_of(**other)
+    before = bits(refusing.participants["adapters"])
+    with pytest.raises(CheckpointMismatchError, match=told):
+        refusing.restore(saved)
+    assert bits(refusing.participants["adapters"]) == before
+
+
+def test_the_identity_of_adapters_stays_while_what_is_saved_with_them_moves():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    adapt(model, LoraConfig(targets=("0", "2"), rank=1), seed=0)
+    model[1].requires_grad_(True)
+    first = AdapterState(model).identity()
+    drawn(model)
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    model(torch.arange(12.0).reshape(4, 3))
+    assert AdapterState(model).identity() == first and first["alpha"] == 8.0
+    lora_layers(model)["2"].alpha = 3.0
+    assert AdapterState(model).identity()["alpha"] == {"0": 8.0, "2": 3.0}
+    state = AdapterState(model)
+    merge(model)
+    with pytest.raises(LoraError, match="expected adapters that stand apart to tell whose they are"):
+        state.identity()
+    unmerge(model)
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    assert state.identity()["base"] != first["base"]
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda model: model.double(), r"1\.running_mean: expected the tensor that the model had when"),
+    (lambda model: setattr(model[1], "running_var", model[1].running_var + 1), r"1\.running_var: expected the tensor"),
+    (lambda model: setattr(model[0], "lora_A", nn.Parameter(torch.zeros(1, 3))), r"0\.lora_A: expected the tensor"),
+    (lambda model: model[2].requires_grad_(True), r"2\.weight: expected a frozen parameter, got one that trains"),
+])
+def test_what_adapters_no_longer_share_with_their_model_is_neither_saved_nor_restored(change, told):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    adapt(model, LoraConfig(targets=("0",), rank=1), seed=0)
+    contract = Contract(adapters=AdapterState(model))
+    saved = freeze(contract.capture(step=0))
+    contract.restore(saved)
+    copied = copy.deepcopy(model)
+    change(model)
+    with pytest.raises(ContractError, match=f"adapters: {told}"):
+        contract.capture(step=0)
+    with pytest.raises(CheckpointError):
+        contract.restore(saved)
+    Contract(adapters=AdapterState(copied)).restore(saved)
+    model[0].lora_A.requires_grad_(False)  # what stops to train is saved as before
+    Contract(adapters=AdapterState(copied)).restore(saved)
+
+
 def test_the_digest_of_a_base_covers_values_names_and_buffers_and_no_adapter():
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     first = base_digest(plain)
@@ -625,7 +708,7 @@ def test_a_run_whose_base_came_out_otherwise_is_refused_although_its_configurati
         monkeypatch.setattr(Transformer, "from_config", classmethod(otherwise))
         with pytest.raises(CheckpointMismatchError) as refused:
             store.restore(TuningRun(TINY, LoraConfig()).contract)
-    assert [drift.field for drift in refused.value.fields] == ["base"]
+    assert [drift.field for drift in refused.value.fields] == ["adapters.base"]
 
 
 # Resumed
@@ -704,8 +787,8 @@ def test_the_arms_begin_alike_and_part_at_the_second_step():
 def test_arms_that_do_not_begin_alike_are_no_comparison(monkeypatch, part):
     original = TuningRun.__init__
 
-    def altered(run, config, lora, *rest):
-        original(run, config, lora, *rest)
+    def altered(run, config, lora, *rest, **more):
+        original(run, config, lora, *rest, **more)
         if lora is not None and part == "base":
             run.base_digest = base_digest(model_of(seed=9))
         if lora is not None and part == "batches":
@@ -720,8 +803,8 @@ def test_arms_that_do_not_begin_alike_are_no_comparison(monkeypatch, part):
 def test_an_adapter_that_is_no_no_op_at_the_start_is_noticed(monkeypatch):
     original = TuningRun.__init__
 
-    def altered(run, *arguments):
-        original(run, *arguments)
+    def altered(run, *arguments, **more):
+        original(run, *arguments, **more)
         drawn(run.model)
 
     monkeypatch.setattr(TuningRun, "__init__", altered)
@@ -754,6 +837,27 @@ def test_a_setting_of_saving_that_a_comparison_does_not_have_is_refused_and_not_
     with pytest.raises(ConfigError, match=f"{next(iter(change))}: expected \"(sync|stop)\", got"):
         compare_tuning(TINY.replace(**change), directory=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_both_arms_run_on_the_device_that_is_asked_for(tmp_path, monkeypatch):
+    if not torch.cuda.is_available():
+        assert compare_tuning(TINY, device="auto").environment["devices"] == "cpu"
+    for wrong in ("tpu", "meta", "cuda:99"):
+        with pytest.raises(TrainingError, match=f"expected (cpu, cuda|one of the).*got '{wrong}'"):
+            compare_tuning(TINY, device=wrong, directory=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    seen, original = [], TrainingRun.__init__
+    monkeypatch.setattr(TrainingRun, "__init__", lambda run, *given, **more: (
+        seen.append(more["device"]), original(run, *given, **more))[1])
+    compare_tuning(TINY.replace(steps=1))
+    assert seen == ["cpu", "cpu"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_both_arms_run_on_cuda_and_begin_alike():
+    comparison = compare_tuning(TINY, device="cuda")
+    assert "cuda" in comparison.environment["devices"]
+    assert comparison.arms["full"].state_digest != comparison.arms["lora"].state_digest
 
 
 def test_the_seconds_of_an_arm_are_those_of_all_calls_and_none_where_a_call_left_no_note(tmp_path):
