@@ -1426,6 +1426,7 @@ class CompareTuning:
         "by default *.attention.qkv and *.attention.projection", help_behavior_hint="(optional)")]] = ()
     runs: _OptionalPath = None  # folder that keeps both runs, so that the same command goes on; by default, nothing
     threads: _OptionalNumber = None  # CPU threads; by default as many as torch would use
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "cpu"  # cpu, cuda, cuda:N, or auto for a GPU where one is
     overrides: _ConfigFlags
 
     def run(self) -> Outcome:  # a table of both arms
@@ -1441,7 +1442,7 @@ class CompareTuning:
 
         with deterministic(threads=self.threads):
             found = compare_tuning(config, rank=self.rank, alpha=self.alpha, targets=self.targets or DEFAULT_TARGETS,
-                                   directory=self.runs)
+                                   directory=self.runs, device=self.device)
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 

@@ -183,6 +183,26 @@ def test_train_smoke_is_a_command_of_its_own(trained: Path, tmp_path: Path) -> N
     assert wrong.returncode == 2 and wrong.stderr.startswith("fttl-train-smoke: ") and "--config" in wrong.stderr
 
 
+def test_compare_tuning_is_a_command_of_its_own_too_and_writes_what_it_measured(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("fttl-compare-tuning")
+    command = [program] if program.exists() else [
+        sys.executable, "-c", "import sys; from fault_tolerant_transformer_lab.cli import compare_tuning; "
+        "sys.exit(compare_tuning())"]
+    given = ["--config", SMOKE, "--output", "F", "--rank", "2", "--alpha", "4", "--targets", "*.qkv", "--steps", "2",
+             "--device", "cpu", "--threads", "1"]
+    done = subprocess.run([*command, *given], cwd=tmp_path, env=environment(), text=True, capture_output=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "28,032 of 28,032" in done.stdout and "512 of 28,544" in done.stdout
+    written = json.loads((tmp_path / "F").read_text())
+    assert written["lora"] == {"rank": 2, "alpha": 4.0, "targets": ["*.qkv"]}
+    assert written["environment"]["devices"] == "cpu" and written["environment"]["threads"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["F"]
+    wrong = subprocess.run(command, cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=60,
+                           check=False)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("fttl-compare-tuning: ") and "--config" in wrong.stderr
+
+
 IDENTITY = {
     "learning_rate": "1e-3", "seed": "1", "dropout": "0.25", "batch_size": "2", "grad_accumulation": "2",
     "weight_decay": "0.1", "betas": "0.8,0.95", "grad_clip": "1.0", "precision": "bf16", "block_size": "8",
@@ -775,6 +795,18 @@ REFUSALS = [
     (["sample", "file", "--temperature", "nan"], ["--temperature", "nan"]),
     (["sample", "file", "--temperature", "-1"], ["--temperature", "-1"]),
     (["sample", "file", "--seed", "-1"], ["--seed", "-1"]),
+    (["compare-tuning", "--config", "{smoke}"], ["--output"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "nowhere/F"], ["--output", "nowhere"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "folder"], ["--output", "folder"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--rank", "0"], ["--rank", "0"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--rank", "33"], ["rank: expected at most 32"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--alpha", "0"], ["alpha", "0"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--alpha", "nan"], ["alpha", "NaN"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--targets", "*.qvk"], ["targets", "*.qvk"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--device", "tpu"], ["device", "tpu"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--device", "cuda:99"], ["device", "cuda:99"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--threads", "0"], ["--threads", "0"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "F", "--checkpoint-mode", "async"], ["checkpoint_mode"]),
 ]
 
 
