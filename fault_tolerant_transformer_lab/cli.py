@@ -1455,12 +1455,11 @@ def report_outcome(
     report: "Report",  # what was tried and what was lost
 ) -> Outcome:  # status 0 where something was tried and nothing lost
     "Give a report of faults as text with the status that it deserves."
-    tried = sum(row.tried for row in report.rows) + len(report.mutants) + len(report.uncaught)
-    wrong = [example for row in report.rows for example in row.examples[:1] if row.lost]
-    wrong += [f"mutant {name} was not caught" for name in report.uncaught]
-    if not (tried or report.peers or report.peer_flips) or (not tried and isinstance(report.peers, str)):
+    from fault_tolerant_transformer_lab.crashes import losses
+
+    if not report.tried:
         return Outcome(report.table(), 1, "nothing could be tried here, so nothing was found out")
-    complaint = f"{counted(report.lost, 'promise')} broken: {'; '.join(wrong)}" if report.lost else ""
+    complaint = f"{counted(report.lost, 'promise')} broken: {'; '.join(losses(report))}" if report.lost else ""
     return Outcome(report.table(), 1 if report.lost else 0, complaint)
 
 
@@ -1520,16 +1519,20 @@ class Soak:
         within("--jobs", self.jobs, 1, 1024)
         if self.output is not None and self.output.exists() and any(self.output.iterdir()):
             raise UsageError(f"--output: expected a new or an empty folder, got {self.output}, which holds files")
-        from fault_tolerant_transformer_lab.crashes import soak
+        from fault_tolerant_transformer_lab.crashes import ended_by_sigterm, soak
         from fault_tolerant_transformer_lab.publication import write_atomically
         from fault_tolerant_transformer_lab.training import deterministic
 
-        folder = self.output or Path(temporary.mkdtemp(prefix="fttl-soak-"))
-        try:
-            with deterministic(threads=1):
+        with ended_by_sigterm(), deterministic(threads=1):
+            folder = self.output or Path(temporary.mkdtemp(prefix="fttl-soak-"))
+            try:
                 tried = soak(folder / "runs", kills=self.kills, seed=self.seed, n_workers=self.jobs)
-        except RuntimeError as error:
-            return Outcome("", 1, f"a run failed by itself: {error}; the runs are kept in {folder / 'runs'}")
+            except RuntimeError as error:
+                return Outcome("", 1, f"a run failed by itself: {error}; the runs are kept in {folder / 'runs'}")
+            except (SystemExit, KeyboardInterrupt):  # the runs are gone already
+                if self.output is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
         if self.output is not None:
             plain = {"kills": tried.tried, "lost": tried.lost, "examples": tried.examples, **tried.detail}
             write_atomically(folder / "soak.json", f"{as_json(plain)}\n".encode())

@@ -693,6 +693,14 @@ def test_a_report_of_losses_or_of_nothing_is_status_1() -> None:
     assert lost.status == 1 and "step 3 is gone" in lost.complaint
     escaped = cli.report_outcome(Report("quick", [Tried("a", tried=3)], uncaught=["no sync"]))
     assert escaped.status == 1 and "no sync" in escaped.complaint
+    beside = {"CheckpointStore": {"ext4": {"new": 2}}}
+    assert cli.report_outcome(Report("quick", peers="no loop device", peers_beside=beside)).status == 0
+    beside["CheckpointStore"]["xfs"] = {"old": 1}
+    taken = cli.report_outcome(Report("quick", peers="no loop device", peers_beside=beside))
+    assert taken.status == 1 and "xfs: CheckpointStore has old" in taken.complaint
+    flips = {"torch.save": {"flips": 300, "loaded": 300}}  # what others lose says nothing of our own store
+    refused = cli.report_outcome(Report("quick", peers="no loop", peers_beside="no loop", peer_flips=flips))
+    assert refused.status == 1 and "nothing could be tried" in refused.complaint
     nothing = cli.report_outcome(Report("quick", [Tried("a", not_run="needs root")]))
     assert nothing.status == 1 and "not run" in nothing.text
 

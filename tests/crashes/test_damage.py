@@ -15,6 +15,8 @@ from fault_tolerant_transformer_lab import publication
 from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, verify
 from fault_tolerant_transformer_lab.contract import CheckpointError
 from fault_tolerant_transformer_lab.crashes import (
+    OPEN_DIRECTORIES,
+    NotPermittedError,
     copies,
     damage_everywhere,
     flips,
@@ -23,9 +25,12 @@ from fault_tolerant_transformer_lab.crashes import (
     hostile_everywhere,
     hostile_once,
     misplaced,
+    open_to_others,
     peer_flips,
     places_of,
     sealed,
+    stale_names,
+    taken_apart,
     two_checkpoints,
     two_writers,
     undetected,
@@ -38,7 +43,7 @@ def test_every_damage_is_found_with_its_place_and_costs_no_memory(memory_dir, n_
     assert {row.fault: row.examples for row in rows.values() if row.lost} == {}
     assert rows["single-bit flips"].tried == n_flips
     assert rows["each byte of the header"].tried >= 4096
-    assert len(rows) == 13 and all(row.tried >= 5 for row in rows.values())
+    assert len(rows) == 14 and all(row.tried >= 5 for row in rows.values())
 
 
 def test_damaged_files_differ_from_the_sound_one_and_forgeries_pass_the_digest(memory_dir):
@@ -58,11 +63,11 @@ def test_damaged_files_differ_from_the_sound_one_and_forgeries_pass_the_digest(m
 
 def test_what_is_sealed_unchanged_is_sound_and_the_judge_says_so(memory_dir):
     good, _ = two_checkpoints(memory_dir)
-    n = 8 + int.from_bytes(good[:8], "little")
-    text = good[8:n].decode().rstrip()
-    at = text.find("file_digest") + len('file_digest\\":\\"')
-    again = sealed(text[:at] + "0" * 64 + text[at + 64:], good[n:])
-    assert again == good
+    header = taken_apart(good)
+    again = sealed(header.text, header.data)
+    assert again == good and header.text.count("0" * 64) == 1
+    with pytest.raises(ValueError, match="'\"no such thing' is not in this header"):
+        header.forged('"no such thing', "")
     (memory_dir / "again").write_bytes(again)
     assert undetected(memory_dir / "again") == ["it is taken for sound"]
     (memory_dir / "again").unlink()
@@ -126,13 +131,39 @@ def test_hostile_names(memory_dir, not_run):
     assert tried.lost == 0, tried.examples
     if tried.not_run:
         not_run(tried.not_run)
-    assert tried.tried == 15
+    assert tried.tried == 21
 
 
 def test_a_reader_that_follows_a_link_to_a_sound_checkpoint_is_noticed(memory_dir, monkeypatch):
     monkeypatch.setattr(publication, "_regular", lambda generation: generation.path.resolve())
     wrong = hostile_once(memory_dir, "a symbolic link", "a checkpoint's name")
     assert "step 3 was taken from outside" in wrong
+
+
+def test_a_reader_that_follows_a_hard_link_or_takes_another_users_file_is_noticed(memory_dir, monkeypatch, not_run):
+    monkeypatch.setattr(publication, "_regular", lambda generation: generation.path)
+    assert "step 3 was taken from outside" in hostile_once(memory_dir / "link", "a hard link", "a checkpoint's name")
+    try:
+        wrong = hostile_once(memory_dir / "foreign", "another user's file", "a checkpoint's name")
+    except NotPermittedError as error:
+        not_run(error.strerror)
+    assert "step 3 was taken from outside" in wrong
+
+
+def test_a_store_that_follows_a_linked_directory_or_says_nothing_of_others_is_noticed(memory_dir, monkeypatch):
+    assert [open_to_others(memory_dir / f"sound {how}", how) for how in OPEN_DIRECTORIES] == [[], [], []]
+    monkeypatch.setattr(publication, "_warn_about_permissions", lambda directory: None)
+    monkeypatch.setattr(publication, "_no_link", lambda directory: directory.resolve())
+    expected = ("a link to step 2 was followed", "told only []", "told only []")
+    for how, told in zip(OPEN_DIRECTORIES, expected, strict=True):
+        assert told in open_to_others(memory_dir / how, how)
+
+
+def test_a_stale_file_under_a_newer_name_is_noticed_where_a_reader_believes_the_name(memory_dir, monkeypatch):
+    assert stale_names(memory_dir / "sound").lost == 0
+    monkeypatch.setattr(publication, "_require_step", lambda generation, step: None)
+    tried = stale_names(memory_dir / "believed", (3, 99))
+    assert tried.lost == tried.tried == 2 and "a reader gets 3" in tried.examples[0]
 
 
 def test_a_forked_child_that_keeps_the_lock_of_its_killed_parent_is_noticed(memory_dir, monkeypatch):
@@ -149,11 +180,8 @@ def test_copies_with_any_timestamps_restore_the_same(memory_dir):
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     "A sound checkpoint's header text, with its digest zeroed, and its data."
-    good, _ = two_checkpoints(tmp_path_factory.mktemp("sound"))
-    n = 8 + int.from_bytes(good[:8], "little")
-    text = good[8:n].decode().rstrip()
-    at = text.find("file_digest") + len('file_digest\\":\\"')
-    return text[:at] + "0" * 64 + text[at + 64:], good[n:], tmp_path_factory.mktemp("fuzzed") / "file"
+    header = taken_apart(two_checkpoints(tmp_path_factory.mktemp("sound"))[0])
+    return header.text, header.data, tmp_path_factory.mktemp("fuzzed") / "file"
 
 
 PIECES = st.sampled_from(['"', "{", "}", "[", "]", ",", ":", "-1", "1e999", "NaN", "null", "true", "\\", "\\u0000",

@@ -19,6 +19,7 @@ from fault_tolerant_transformer_lab.crashes import (
     continue_example,
     fail_everywhere,
     fail_once,
+    gone_on,
     in_child,
     in_parallel,
     kill_everywhere,
@@ -26,7 +27,7 @@ from fault_tolerant_transformer_lab.crashes import (
     untold,
     violations,
 )
-from fault_tolerant_transformer_lab.publication import PublicationError, RecordingDisk
+from fault_tolerant_transformer_lab.publication import CheckpointStore, Operation, PublicationError, RecordingDisk
 
 
 @pytest.mark.parametrize(("before", "background"), [(0, False), (3, False), (3, True)],
@@ -45,7 +46,8 @@ def test_the_judge_sees_each_broken_promise():
                         (Found(5, (4, 5), ()), "never saved"),
                         (Found(3, (2, 3), ("step-4",)), "not whole: step-4"),
                         (Found(3, (3,), ()), "1 whole checkpoints, expected 2"),
-                        (Found(3, (2, 3), (), "disk"), "the next save fails: disk")]:
+                        (Found(3, (2, 3), (), "disk"), "the next save fails: disk"),
+                        (Found(3, (2, 3), (), stopped="IndexError"), "the reader stops: IndexError")]:
         assert told in "; ".join(violations(found, expected))
 
 
@@ -69,6 +71,26 @@ def test_every_errno_at_every_operation_is_told_costs_nothing_and_is_not_repeate
     tried = fail_everywhere(memory_dir, before)
     assert tried.lost == 0, tried.examples
     assert tried.tried >= 150
+
+
+def test_an_error_that_is_none_of_ours_is_noticed_and_ends_no_campaign(memory_dir, monkeypatch):
+    class Bare(FailingDisk):
+        def perform(self, name, path, call, **facts):
+            return self.operation(name, path, Operation(name, path, call, **facts))
+
+    counted = RecordingDisk()
+    continue_example(memory_dir / "counted", 1, counted)
+    k = next(k for k, record in enumerate(counted.records) if record.name == "fsync")
+    wrong = fail_once(memory_dir / "bare", 0, Bare(k, "EIO"))
+    assert wrong == ["expected a PublicationError, got OSError(5, 'Input/output error')"]
+
+    def falls_over(*anything):
+        raise IndexError("a mistake of ours")
+
+    final = continue_example(memory_dir / "sound", 2)
+    assert gone_on(memory_dir / "sound", 2, final) == []
+    monkeypatch.setattr(CheckpointStore, "restore", falls_over)
+    assert gone_on(memory_dir / "sound", 3, final) == ["the run cannot go on: IndexError: a mistake of ours"]
 
 
 def test_a_sync_that_is_tried_again_is_noticed(memory_dir):

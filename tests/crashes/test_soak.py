@@ -28,6 +28,7 @@ from fault_tolerant_transformer_lab.crashes import (
     attempt,
     broken_by_kills,
     crashtest,
+    losses,
     outdated,
     soak,
     source_digests,
@@ -88,21 +89,26 @@ def test_lost_counts_kills_and_never_more_than_were_tried(memory_dir, monkeypatc
     assert tried.tried == CHAIN and tried.lost == tried.detail["runs"] and "another state" in tried.examples[0]
 
 
-@pytest.mark.parametrize("campaign", ["soak", "crashtest"])
-def test_sigterm_leaves_no_process_and_no_folder(memory_dir, campaign):
+@pytest.mark.parametrize("campaign", ["soak", "crashtest", "fttl soak"])
+def test_sigterm_leaves_no_process_and_no_folder(memory_dir, tmp_path, campaign):
     program = f"""
+import sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from fault_tolerant_transformer_lab.crashes import crashtest, soak
 place = Path({str(memory_dir)!r})
 print("ready", flush=True)
-if {campaign!r} == "soak":
+if {campaign!r} == "fttl soak":
+    from fault_tolerant_transformer_lab.cli import main
+    sys.exit(main(["soak", "--kills", "100000", "--jobs", "2"]))
+elif {campaign!r} == "soak":
     soak(place / "soak", kills=100_000, n_workers=2, progress_bar=False)
 else:
     crashtest(scale="full", only=["soak"], directory=place, progress_bar=False)
 """
-    done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True,
+                            env={**os.environ, "TMPDIR": str(memory_dir), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     try:
         assert done.stdout.readline() == "ready\n"
         for _ in range(3000):
@@ -150,6 +156,15 @@ def test_what_our_own_store_loses_beside_the_peers_counts_as_lost():
     assert Report("quick", peers={"CheckpointStore": {"ext4": {"old": 10}}}).lost == 10
     peers = {"torch.save": {"ext4": {"old": 10}}, "CheckpointStore": {"ext4": {"new": 9}}}
     assert Report("quick", peers=peers).lost == 0
+
+
+def test_what_broke_is_named_and_cuts_beside_the_peers_are_tried_too():
+    report = Report("quick", [Tried("kills", 3, 1, ["after write: step 2 is lost"]), Tried("flips", 9)], uncaught=["x"],
+                    peers_beside={"CheckpointStore": {"xfs": {"new": 2, "nothing": 1}}}, peers="no loop device")
+    assert (report.tried, report.lost) == (3 + 9 + 1 + 3, 3)
+    assert losses(report) == ["after write: step 2 is lost", "mutant x was not caught",
+                              "with a neighbour's fsync before, xfs: CheckpointStore has nothing"]
+    assert Report("quick", [Tried("cuts", not_run="no root")], peers="no root", peer_flips={"a": {}}).tried == 0
 
 
 def test_a_recorded_report_is_read_again_and_names_what_was_left_out():

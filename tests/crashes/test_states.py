@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
     BLOCK,
     MUTANTS,
@@ -13,11 +14,13 @@ from fault_tolerant_transformer_lab.crashes import (
     Expectation,
     FileSystem,
     PageCache,
+    contents_after,
     convict,
     crash_states,
     distinct_states,
     judge_states,
     record_saves,
+    states_after,
 )
 from fault_tolerant_transformer_lab.publication import Recorded, RecordingDisk
 
@@ -33,7 +36,7 @@ def states(profile, *records, files=None):
     system = FileSystem(profile, Path("/r"), files)
     for record in records:
         system.apply(record)
-    return {tuple(sorted(state.items())) for state in system.states()}
+    return {tuple(sorted(state.items())) for state in states_after(system)}
 
 
 def test_nothing_pending_leaves_one_state():
@@ -86,10 +89,10 @@ def test_a_failed_fsync_leaves_blocks_that_no_later_fsync_writes():
     file.write(0, b"x")
     file.fsync(failed=True)
     file.fsync(failed=False)
-    assert set(file.variants()) == {b"\0", b"x"}
+    assert set(contents_after(file)) == {b"\0", b"x"}
     file.write(0, b"y")
     file.fsync(failed=False)
-    assert file.variants() == [b"y"], "a block that is written again is written again"
+    assert contents_after(file) == [b"y"], "a block that is written again is written again"
 
 
 def test_a_failed_close_leaves_bytes_that_no_sync_has_made_certain():
@@ -153,6 +156,27 @@ def test_after_a_failed_fsync_the_store_writes_anew_and_loses_nothing(memory_dir
     found = distinct_states(recording)
     tried = judge_states(recording, found, memory_dir)
     assert tried.tried > 80 and tried.lost == 0, tried.examples
+
+
+@pytest.mark.parametrize("broken", ["verify", "resume"])
+def test_a_reader_or_writer_that_falls_over_is_lost_with_its_state_and_the_campaign_goes_on(
+        memory_dir, monkeypatch, broken):
+    def fall_over(*anything):
+        raise IndexError("a mistake of ours")
+
+    (memory_dir / "recorded").mkdir()
+    disk = RecordingDisk(keep_data=True)
+    recording = record_saves(memory_dir / "recorded", before=1, saves=1, disk=disk, n_blocks=1)
+    found = distinct_states(recording)
+    if broken == "verify":
+        monkeypatch.setattr(crashes, "verify", fall_over)  # read where a store holds a second checkpoint
+    else:
+        monkeypatch.setattr(crashes.CheckpointStore, "restore", fall_over)
+    tried = judge_states(recording, found, memory_dir)
+    assert tried.tried == len(found) >= tried.lost > 0
+    assert "IndexError: a mistake of ours" in tried.examples[0]
+    assert "on the device: {'" in tried.examples[0] and "step-0000000" in tried.examples[0]
+    assert not (memory_dir / "worker-0").exists()
 
 
 def test_every_state_of_a_first_save(memory_dir):
