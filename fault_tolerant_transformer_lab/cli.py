@@ -1141,6 +1141,12 @@ class Prove:
     mode: Literal["full", "inductive"] = "full"  # inductive: resume at each step, do --horizon more; only with --run
     horizon: _OptionalNumber = None  # steps after each resume of the inductive mode, by default 1
     in_process: bool = False  # clean stops in this process alone; only with --run
+    interrupt_at: tyro.conf.UseAppendAction[Annotated[tuple[int, ...], tyro.conf.arg(
+        metavar="STEP", help="a step to interrupt, may be given several times; by default every one with --run, else "
+        "those that have most to lose", help_behavior_hint="(optional)")]] = ()
+    resumes: _OptionalNumber = None  # interruptions in one run, in chains besides the single ones; by default 3
+    expendable: _Words = ()  # undeclared state that may be lost, by path, such as run.last_batch; only with --run
+    locate_op: bool = False  # where two uninterrupted runs differ, name the first operation that gives something else
     point: _Words = ()  # repeat only this run of a proof, as a report names it
     output: _OptionalPath = None  # new or empty folder that keeps the proof's runs and proof.json; by default, nothing
     html: _OptionalPath = None  # write the report as one page to this file
@@ -1161,6 +1167,10 @@ class Prove:
             return self._prove_ranks(self.nproc)
         target = self._trainer() if self.trainer else self._config()
         proof = self._prove(target)
+        if self.locate_op:
+            from fault_tolerant_transformer_lab.diagnosis import with_operation
+
+            proof = with_operation(proof, target)
         from fault_tolerant_transformer_lab.publication import write_atomically
 
         for path, text in self._files(proof, target):
@@ -1178,6 +1188,7 @@ class Prove:
         within("--jobs", self.jobs, 1, 1024)
         own = {"--steps": self.steps, "--save-every": self.save_every, "--horizon": self.horizon,
                "--with": self.arguments or None, "--in-process": self.in_process or None,
+               "--expendable": self.expendable or None,
                "--mode": None if self.mode == "full" else self.mode}
         if self.trainer and self.config is not None:
             raise UsageError("--run and --config: expected one of them, got both; a trainer has its own settings")
@@ -1188,7 +1199,9 @@ class Prove:
                  "--every-operation": self.every_operation or None}
         if self.nproc is None and (given := [name for name, value in ranks.items() if value is not None]):
             raise UsageError(f"{given[0]}: expected with --nproc, got it without; say how many ranks there are")
-        alone = {"--run": self.trainer or None, "--point": self.point or None, "--output": self.output,
+        alone = {"--interrupt-at": self.interrupt_at or None, "--resumes": self.resumes,
+                 "--locate-op": self.locate_op or None, "--run": self.trainer or None, "--point": self.point or None,
+                 "--output": self.output,
                  "--html": self.html, "--junit": self.junit, "--certificate": self.certificate, "--jobs": self.jobs}
         if self.nproc is not None and (given := [name for name, value in alone.items() if value is not None]):
             raise UsageError(f"{given[0]}: expected without --nproc, got both; a proof of several ranks prints its "
@@ -1244,29 +1257,33 @@ class Prove:
     def _prove(self, target: "Callable[..., Any] | ExperimentConfig") -> "Proof":
         from fault_tolerant_transformer_lab.equivalence import prove_restart, prove_training
 
+        resumes = 3 if self.resumes is None else self.resumes
         try:
             if isinstance(target, ExperimentConfig):
-                return prove_training(target, self.output, points=self.point, threads=self.threads, jobs=self.jobs)
+                return prove_training(
+                    target, self.output, interrupt_at=self.interrupt_at or None, resumes=resumes,
+                    points=self.point, knock_out=not self.point, threads=self.threads, jobs=self.jobs)
             return prove_restart(
                 target, steps=self.steps or 0, save_every=self.save_every or 1, mode=self.mode,
-                horizon=self.horizon or 1, points=self.point, in_process=self.in_process, directory=self.output,
-                threads=self.threads, jobs=self.jobs)
+                interrupt_at=self.interrupt_at or "every", resumes=resumes, expendable=self.expendable,
+                horizon=self.horizon or 1, points=self.point, knock_out=not self.point, in_process=self.in_process,
+                directory=self.output, threads=self.threads, jobs=self.jobs)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from None
 
     def _files(
         self, proof: "Proof", target: "Callable[..., Any] | ExperimentConfig"
     ) -> Iterator[tuple[Path, str]]:
-        make_run = None if isinstance(target, ExperimentConfig) else target
+        named = self.config if isinstance(target, ExperimentConfig) else target
         if self.output is not None:
             yield self.output / "proof.json", f"{proof.to_json()}\n"
         if self.html is not None or self.junit is not None:
             from fault_tolerant_transformer_lab.report import html_report, junit_report
 
             if self.html is not None:
-                yield self.html, html_report(proof, self.trainer or "restart proof", make_run)
+                yield self.html, html_report(proof, self.trainer or "restart proof", named)
             if self.junit is not None:
-                yield self.junit, junit_report(proof, make_run=make_run)
+                yield self.junit, junit_report(proof, target=named)
 
 
 def argument_from(
@@ -1305,7 +1322,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-116
+# %% ../nbs/10_cli.ipynb #cell-118
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1329,6 +1346,8 @@ class ProveScript:
     only: _Words = ()  # kill points to repeat, by the names that a report gives them
     ignore: _Words = ()  # values of a checkpoint that may differ, as globs: "time", "trainer_state.json:*"
     trust: bool = False  # load checkpoints without restriction: this RUNS CODE that they name, in a child process
+    no_trace: bool = False  # do not watch system calls; kill by looking at the folder, as where strace is missing
+    locate_op: bool = False  # where two uninterrupted runs differ, name torch's operation that gives something else
     output: _OptionalPath = None  # new or empty folder that keeps the runs, proof.json and junit.xml
     jobs: _OptionalNumber = None  # runs at a time; by default as many as there are cores
     timeout: _Number = 900.0  # seconds after which a process is taken to hang
@@ -1350,6 +1369,7 @@ class ProveScript:
                 max_checkpoints=self.max_checkpoints, max_events=self.max_events, every_event=self.every_event,
                 random_kills=self.random_kills,
                 chain=self.chain, seed=self.seed, only=self.only, ignore=self.ignore, trust=self.trust,
+                trace=False if self.no_trace else None, locate_op=self.locate_op,
                 directory=self.output, jobs=self.jobs, timeout=self.timeout)
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -1358,7 +1378,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-121
+# %% ../nbs/10_cli.ipynb #cell-123
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -1412,7 +1432,7 @@ class Plan:
 
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
-# %% ../nbs/10_cli.ipynb #cell-126
+# %% ../nbs/10_cli.ipynb #cell-128
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1446,7 +1466,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-131
+# %% ../nbs/10_cli.ipynb #cell-133
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1490,7 +1510,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-134
+# %% ../nbs/10_cli.ipynb #cell-136
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1540,7 +1560,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-138
+# %% ../nbs/10_cli.ipynb #cell-140
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1583,7 +1603,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-140
+# %% ../nbs/10_cli.ipynb #cell-142
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1624,7 +1644,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-142
+# %% ../nbs/10_cli.ipynb #cell-144
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages

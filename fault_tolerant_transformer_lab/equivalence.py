@@ -6,10 +6,10 @@
 __all__ = ['MakeRun', 'PLACES', 'FAULTS', 'RestartableRun', 'FunctionRun', 'run_from', 'Verdict', 'ProofError', 'Interruption',
            'point_of', 'read_point', 'ExampleRun', 'example_run', 'Attempt', 'state_lines', 'Trace', 'read_trace',
            'Witness', 'WatchedDisk', 'Driver', 'ContractDriver', 'TrainingDriver', 'Ended', 'like_a_fresh_process',
-           'Bench', 'Route', 'Trail', 'follow', 'Divergence', 'records', 'first_divergence', 'forgotten',
-           'final_checkpoint', 'final_divergence', 'Wishes', 'disk_interruptions', 'chains', 'recovery', 'plan', 'Row',
-           'Knockout', 'Proof', 'segments', 'Prover', 'uninterrupted', 'measure', 'knocked_out', 'prove', 'cost',
-           'step_digest', 'workspace_for', 'prove_restart', 'prove_training']
+           'preloaded_modules', 'Bench', 'Route', 'Trail', 'follow', 'Divergence', 'records', 'first_divergence',
+           'forgotten', 'final_checkpoint', 'final_divergence', 'Wishes', 'disk_interruptions', 'chains', 'recovery',
+           'plan', 'Row', 'Knockout', 'Proof', 'segments', 'Prover', 'uninterrupted', 'measure', 'knocked_out', 'prove',
+           'cost', 'step_digest', 'workspace_for', 'prove_restart', 'telling_steps', 'telling_places', 'prove_training']
 
 # %% ../nbs/07_equivalence.ipynb #cell-003
 import json
@@ -52,6 +52,7 @@ from fault_tolerant_transformer_lab.contract import (
     format_path,
     walk,
 )
+from .data import StepBatches
 from .observation import Auditor, StepWatch, leaf_text
 from .publication import CheckpointStore, Disk, Operation
 from fault_tolerant_transformer_lab.suspects import (
@@ -63,7 +64,7 @@ from fault_tolerant_transformer_lab.suspects import (
     parted,
     participant_of,
 )
-from .training import BOUNDARIES, Interrupted, train
+from .training import BOUNDARIES, Interrupted, open_splits, train
 
 # %% ../nbs/07_equivalence.ipynb #cell-013
 @runtime_checkable
@@ -765,7 +766,7 @@ def _attempt_in_child(
     with attempt.trace.with_suffix(".log").open("ab") as log:  # what a run prints is kept, and kept out of the report
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    _unseed()  # a forked child has its server's generators, and an unseeded run would seem to repeat itself
+    _unseed(*(now == then for now, then in zip(_seeds(), _INHERITED, strict=True)))
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a named semaphore, which a SIGKILL would leave behind
     if not _attempt_here(driver, attempt):
         raise SystemExit(1)
@@ -779,11 +780,21 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _unseed() -> None:
-    "Put the global generators where a new process has them: torch's at a constant, the others anywhere."
-    random.seed()
-    np.random.seed()
-    torch.manual_seed(67280421310721)
+def _seeds() -> tuple[object, ...]:
+    "What tells whether somebody has seeded Python's, NumPy's, torch's global generator; nothing is drawn."
+    return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), torch.initial_seed()
+
+
+# As this module found them. A forked child has its server's generators, and a run that seeds none would seem to repeat
+# itself; but what the import of the run's own module has seeded since then is the run's doing, and stays.
+_INHERITED = _seeds()
+
+
+def _unseed(python: bool = True, numpy: bool = True, torchs: bool = True) -> None:  # whether each is to be changed
+    "Put global generators where a new process has them: anywhere, torch's too."
+    for wished, seed in ((python, random.seed), (numpy, np.random.seed), (torchs, torch.seed)):
+        if wished:
+            seed()
 
 
 @contextmanager
@@ -802,7 +813,7 @@ def like_a_fresh_process() -> Iterator[None]:
 _PRELOADED = ("fault_tolerant_transformer_lab.equivalence", "torch._dynamo")
 
 
-def _preloaded() -> list[str]:  # names of modules
+def preloaded_modules() -> list[str]:  # names
     "Choose what the server imports: this package, and what a command's own script, which each child imports, needs."
     known = ("fault_tolerant_transformer_lab", "_pytest", "pytest", "nbdev")
     found = (getattr(value, "__module__", None) for value in vars(sys.modules["__main__"]).values())
@@ -833,7 +844,7 @@ class _Child:
 
     def __init__(self, driver: Driver, attempt: Attempt, hang_timeout: float) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_preloaded())
+        context.set_forkserver_preload(preloaded_modules())
         self.attempt, self.deadline = attempt, time.monotonic() + hang_timeout
         self.process = context.Process(target=_attempt_in_child, args=(driver, attempt))
         self.process.start()
@@ -1227,6 +1238,7 @@ class Wishes:
     horizon: int | None = None  # inductive mode: resume at each step, and do so many more
     points: Sequence[tuple[Interruption, ...]] = ()  # these runs, and none else
     expendable: Sequence[str] = ()  # paths of undeclared state that may be lost
+    besides: Sequence[Interruption] = ()  # single ones, at whatever step
 
 # %% ../nbs/07_equivalence.ipynb #cell-089
 def _chosen_steps(
@@ -1343,6 +1355,9 @@ def plan(
         if "during_write" in wishes.boundaries:
             firsts += disk_interruptions(direct, wishes.disk_steps or chosen, wishes.operations)
         stops = recovery(saved, steps, wishes)
+    reached = {(line["step"], line["name"]) for line in events("place")}
+    firsts += [stop for stop in wishes.besides if stop.how in ways and stop not in firsts
+               and (stop.boundary not in _REACHED or (stop.step, stop.boundary) in reached)]
     singles: list[tuple[Interruption, ...]] = [(first,) for first in firsts]
     stops = singles if wishes.horizon else [*singles, *chains(firsts, wishes, steps, saved), *stops]
     return [_route(direct, f"recovered-{number:03d}", several, wishes.horizon)
@@ -1438,6 +1453,7 @@ class Proof:
         if found and found.divergence:
             lines += [f"  first seen: {found.stopped}" + (f" at {found.boundary}" if found.boundary else ""),
                       f"  {found.divergence}", f"  {found.divergence.reason}"]
+        lines += [f"  operation: {self.facts['operation']}"] if self.facts.get("operation") else []
         return "\n".join(lines)
 
     def table(self) -> str:  # several lines of text, none of them ending in a blank
@@ -1740,7 +1756,7 @@ def prove(
     if worst is not None:
         rows[worst] = measure(prover, direct, routes[worst], rows[worst])
     verdict, reason = _weigh(rows, knockouts, direct, wishes.expendable)
-    facts = _told_of(prover, direct) | {"cost": cost(prover, wishes), "horizon": wishes.horizon}
+    facts = _told_of(prover, direct) | {"cost": cost(prover, wishes, routes), "horizon": wishes.horizon}
     mode: Literal["full", "inductive"] = "inductive" if wishes.horizon else "full"
     return Proof(verdict, reason, (first, *rows), knockouts, prover.steps, facts, mode)
 
@@ -1765,13 +1781,22 @@ def _losses(trail: Trail) -> dict[int, float]:
 def cost(
     prover: Prover,  # after its runs
     wishes: Wishes,  # what was asked for
-) -> dict[str, float]:  # each in units of one run: what was spent on what, the sum of it, and what it may be at most
+    routes: Sequence[Route],  # that were followed
+) -> dict[str, float | None]:  # each in units of one run: what was spent on what, the sum, and what it may be at most
     "Count what a proof cost, in steps run over the steps of a run; starting processes is not counted."
     spent = {name: round(n / prover.steps, 3) for name, n in prover.cost.items()}
     names = {"direct": "uninterrupted", "recovered": "recovered", "without": "left out", "measured": "measured"}
-    told = {names[name]: value for name, value in spent.items()}
+    told: dict[str, float | None] = {names[name]: value for name, value in spent.items()}
     told["proof"] = round(spent["direct"] + spent.get("recovered", 0.0), 3)
-    return told | {"all": round(sum(spent.values()), 3), "bound": 4.0 if wishes.horizon else prover.steps / 2 + 3}
+    return told | {"all": round(sum(spent.values()), 3), "bound": _bound(prover.steps, wishes, routes)}
+
+
+def _bound(steps: int, wishes: Wishes, routes: Sequence[Route]) -> float | None:
+    "What a proof may cost at most, where that is known: a run that is killed is run from its beginning each time."
+    if wishes.horizon:
+        return 4.0
+    clean = all(stop.how == "clean" for route in routes for stop in route.interruptions)
+    return steps / 2 + 3 if clean and sum(len(route.interruptions) > 1 for route in routes) <= 1 else None
 
 # %% ../nbs/07_equivalence.ipynb #cell-107
 def _compared(begun: Record) -> dict[str, int]:
@@ -1895,7 +1920,7 @@ def _check_numbers(**numbers: int) -> None:
     if min(numbers.values()) < 1:
         raise ValueError(f"{', '.join(numbers)}: expected at least 1, got {', '.join(map(str, numbers.values()))}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-109
+# %% ../nbs/07_equivalence.ipynb #cell-110
 def _middle_steps(
     steps: int,  # length of the run
     save_every: int,  # steps between its checkpoints
@@ -1906,11 +1931,39 @@ def _middle_steps(
     return sorted({min(steps, save), min(steps, between)})
 
 
+def telling_steps(
+    config: ExperimentConfig,  # of a run
+    epoch_end: int,  # the step in which the first epoch ends, counted from 1
+) -> dict[str, list[int]]:  # steps counted from 1; none where the run has no such step
+    "Name the steps at which a loop has most to lose, besides those in the middle."
+    warm_up = config.schedule.warmup_steps
+    named = {"the first step": [1], "warm-up": [(warm_up + 1) // 2] * bool(warm_up),
+             "an epoch's end": [epoch_end, epoch_end - 1, epoch_end + 1],
+             "evaluation": [config.eval_every] * bool(config.eval_every), "the last step": [config.steps]}
+    return {name: [step for step in steps if 1 <= step <= config.steps] for name, steps in named.items()}
+
+
+def telling_places(
+    config: ExperimentConfig,  # of a run; its data is opened
+) -> list[Interruption]:  # clean stops and kills
+    "Choose the places at which a loop has most to lose, besides those in the middle: a split there, and a kill."
+    batches = StepBatches(open_splits(config).train, block_size=config.block_size, batch_size=config.batch_size,
+                          seed=config.seed, grad_accumulation=config.grad_accumulation)
+    named = telling_steps(config, -(-batches.n_windows // batches.samples_per_step))
+    splits = [step for name in ("the first step", "warm-up", "an epoch's end") for step in named[name]]
+    kills = [(step, "after_update") for name in ("the first step", "warm-up", "an epoch's end", "the last step")
+             for step in named[name][:1]]
+    kills += [(step, "in_evaluation") for step in named["evaluation"]]
+    kills += [(step, "after_backward") for step in named["the last step"]]
+    stops = [Interruption(step, _AT_BOUNDARY["clean"], "clean") for step in splits if step < config.steps]
+    return list(dict.fromkeys([*stops, *(Interruption(step, boundary) for step, boundary in kills)]))
+
+# %% ../nbs/07_equivalence.ipynb #cell-113
 def prove_training(
     config: ExperimentConfig,  # what to train
     directory: Path | str | None = None,  # keeps all runs here; None uses a temporary folder
     *,
-    interrupt_at: str | Iterable[int] | None = None,  # None: in the middle, once at a save and once between two
+    interrupt_at: str | Iterable[int] | None = None,  # None: in the middle, at and between saves, and `telling_places`
     how: str | Iterable[str] = ("clean", "sigterm", "sigkill"),  # ways of stopping
     resumes: int = 3,  # interruptions in one run, in chains besides the single ones
     points: Iterable[str] = (),  # only these runs, such as "sigkill@3:after_update": a row's `point` repeats it
@@ -1930,7 +1983,8 @@ def prove_training(
     else:
         chosen = disk_steps = _chosen_steps(interrupt_at, config.steps)
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
-                    points=[read_point(point) for point in points])
+                    points=[read_point(point) for point in points],
+                    besides=telling_places(config) if interrupt_at is None else ())
     bench = Bench(TrainingDriver(config), jobs or usable_cores(), False, hang_timeout)
     asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,
              "points": [point_of(stops) for stops in wishes.points], "operations": operations, "knock_out": knock_out,

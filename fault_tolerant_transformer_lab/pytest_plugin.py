@@ -76,6 +76,7 @@ class RestartProof:
         **arguments: Any,  # of `prove_restart`; `steps` is 6 where nothing is said
     ) -> "Proof":
         "Prove that a run resumes as the same run. Fails the test otherwise."
+        from fault_tolerant_transformer_lab.diagnosis import with_operation
         from fault_tolerant_transformer_lab.equivalence import Verdict, prove_restart
 
         chosen = self.arguments(arguments)
@@ -83,7 +84,7 @@ class RestartProof:
         told = f"{proof.verdict}, {chosen['steps']} steps, {len(proof.rows)} runs compared"
         self.request.node.user_properties.append(("restart_proof", told))
         if proof.verdict is not Verdict.EQUIVALENT:
-            pytest.fail(self.failure(proof), pytrace=False)
+            pytest.fail(self.failure(with_operation(proof, make_run)), pytrace=False)
         return proof
 
     def arguments(
@@ -105,7 +106,7 @@ class RestartProof:
         proof: "Proof",  # that did not find the runs equivalent
     ) -> str:  # several lines
         "Say what a reader of a red build needs: the verdict, the diagnosis, and the command that shows it again."
-        row = next((row for row in proof.rows if row.outcome in ("different", "error", "not exercised")), None)
+        row = next((row for row in proof.rows if row.outcome != "equal"), None)
         point = getattr(row, "point", "")
         words = ["pytest", self.request.node.nodeid, *(["--restart-proof-point", point] if point else [])]
         return f"{proof}\n  again: {shlex.join(words)}"

@@ -10,6 +10,7 @@ __all__ = ['TRACED', 'KILLS', 'STATUS', 'checkpoint_leaves', 'natural', 'Tree', 
 # %% ../nbs/07d_scripts.ipynb #cell-003
 import errno
 import fnmatch
+import inspect
 import io
 import json
 import math
@@ -35,7 +36,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
-from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 import safetensors
@@ -50,8 +50,9 @@ from fault_tolerant_transformer_lab.checkpoint_file import (
     open_checkpoint,
     usable_cores,
 )
-from .diagnosis import Diagnosis
-from .equivalence import ProofError, Suspect, Verdict, _preloaded, workspace_for
+from .diagnosis import OVERWRITES, UNWRITTEN, Diagnosis, Located, first_that_differs
+from .equivalence import ProofError, Suspect, Verdict, preloaded_modules, workspace_for
+from .report import Case, junit_suite
 
 # %% ../nbs/07d_scripts.ipynb #cell-006
 _Leaves = Iterator[tuple[str, Any]]
@@ -95,7 +96,7 @@ def _is_vector(leaf: Any) -> bool:
     "Tell whether a leaf is a list of floating-point numbers, which is how JSON holds a tensor."
     return isinstance(leaf, list) and len(leaf) > 1 and all(type(item) is float for item in leaf)
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-008
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
     "Give a tensor, a numeric array or a list of floats as a dense tensor on the CPU, anything else as None."
     if _is_vector(leaf):
@@ -133,7 +134,7 @@ def _told(leaf: Any, root: str) -> str:
     text = repr(leaf).replace(root, "{dir}")
     return text if len(text) <= 100 else f"{type(leaf).__name__} {blake3(text.encode()).hexdigest()[:32]}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-007
+# %% ../nbs/07d_scripts.ipynb #cell-009
 def checkpoint_leaves(
     path: Path,  # a file or a folder
     trust: bool = False,  # True unpickles without restriction, which runs whatever code the file names
@@ -177,7 +178,7 @@ def natural(
     "Make a key that sorts names by the numbers in them."
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name)]
 
-# %% ../nbs/07d_scripts.ipynb #cell-008
+# %% ../nbs/07d_scripts.ipynb #cell-010
 def _safetensors_leaves(path: Path) -> _Leaves:
     "The state of this lab's file, or the tensors and the notes of any other safetensors file."
     with safetensors.safe_open(path, framework="pt") as file:
@@ -209,7 +210,7 @@ def _torch_leaves(path: Path, trust: bool) -> _Leaves:
         told = re.search(r"(?:Unsupported|GLOBAL) (?:global|operand|class)?:?.*", str(error))
         raise ValueError(told.group(0)[:200] if told else f"{type(error).__name__}: {str(error)[:200]}") from error
 
-# %% ../nbs/07d_scripts.ipynb #cell-010
+# %% ../nbs/07d_scripts.ipynb #cell-012
 _MOST_SYMBOLS = 1 << 28
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
@@ -238,7 +239,7 @@ def _put_in(into: Any, items: list[Any], pairs: bool) -> None:
     else:
         (into if isinstance(into, list) else into.setdefault("items", [])).extend(items)
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-014
 def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
     "Read a pickle's structure by its opcodes alone; `storage` gives what a persistent id stands for."
     stack: list[Any] = []
@@ -280,7 +281,7 @@ def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
             raise ValueError(f"a pickle with {name}, which is not read")
     return stack[-1]
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-016
 def _symbols_in(path: Path) -> Any:
     "Read a pickle, or what `torch.save` wrote, as symbols; None where that cannot be done."
     try:
@@ -312,7 +313,7 @@ def _distributed_leaves(path: Path) -> _Leaves:
         except Exception:  # a value of a class of its own, or bytes of another kind
             yield where, data
 
-# %% ../nbs/07d_scripts.ipynb #cell-011
+# %% ../nbs/07d_scripts.ipynb #cell-017
 def _read(path: Path, root: str, trust: bool) -> dict[str, Any]:
     "Read every leaf of a checkpoint; of a file in a folder that cannot be read take the bytes, and say so."
     found: dict[str, Any] = {}
@@ -349,7 +350,7 @@ def _measure(a: Any, b: Any, before: Any) -> dict[str, Any]:
             facts["along"] = float(apart @ old) / size if size else 0.0
     return facts
 
-# %% ../nbs/07d_scripts.ipynb #cell-016
+# %% ../nbs/07d_scripts.ipynb #cell-022
 def _answer(question: dict[str, Any], trust: bool) -> dict[str, Any]:
     "Answer one question about checkpoints: what is in one, or how two differ."
     sides = [_read(Path(path), root, trust) for path, root in question["paths"]]
@@ -378,7 +379,7 @@ def _serve(connection: Any, trust: bool) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         connection.send_bytes(json.dumps(answer).encode())
 
-# %% ../nbs/07d_scripts.ipynb #cell-017
+# %% ../nbs/07d_scripts.ipynb #cell-023
 @dataclass(frozen=True)
 class Tree:
     "What a checkpoint holds: every leaf as a short text, equal exactly when the leaves are bitwise equal."
@@ -391,7 +392,7 @@ class Tree:
         "One digest over all leaves."
         return blake3(json.dumps(sorted(self.leaves.items())).encode()).hexdigest()[:32]
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-025
 class CheckpointReader:
     "Reads checkpoints in a child process, which alone meets files that nobody vouches for."
 
@@ -407,11 +408,12 @@ class CheckpointReader:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_preloaded())
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.trust), daemon=True)
-        self._process.start()
+        context.set_forkserver_preload(preloaded_modules())
+        ours, theirs = context.Pipe()
+        process: Any = context.Process(target=_serve, args=(theirs, self.trust), daemon=True)
+        process.start()
         theirs.close()
+        self._process, self._connection = process, ours
 
     def _ask(self, **question: Any) -> dict[str, Any]:
         with self._lock:
@@ -460,7 +462,7 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../nbs/07d_scripts.ipynb #cell-019
+# %% ../nbs/07d_scripts.ipynb #cell-027
 TRACED = ("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync", "fdatasync",
           "sync", "syncfs", "sync_file_range", "msync", "rename", "renameat", "renameat2", "unlink", "unlinkat",
           "mkdir", "mkdirat", "rmdir", "ftruncate", "truncate", "fallocate", "link", "linkat", "symlink", "symlinkat",
@@ -488,7 +490,7 @@ class Call:
     def __str__(self) -> str:
         return f"{self.name} {self.path}" + (f" -> {self.target}" if self.target else "")
 
-# %% ../nbs/07d_scripts.ipynb #cell-020
+# %% ../nbs/07d_scripts.ipynb #cell-028
 _STRING, _OPENED = re.compile(r'"((?:[^"\\]|\\.)*)"'), re.compile(r"(AT_FDCWD|\d+)<([^>]*)>")
 
 
@@ -534,7 +536,7 @@ def _call_of(thread: int, line: str, root: str, cwd: str, more: set[str]) -> Cal
     return Call(thread, name, kind, names[0], names[1] if kind == "rename" and len(names) > 1 else "",
                 tuple(key.replace(root, "{dir}") for key in keys))
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-030
 def _read_calls(log: Path, root: Path, cwd: Path) -> list[Call]:
     "Read what strace wrote."
     text = log.read_text(errors="replace") if log.exists() else ""
@@ -560,7 +562,7 @@ def _no_strace() -> str:
     tried = subprocess.run([tool, "-f", "-qq", "-e", "trace=none", "true"], capture_output=True, text=True)
     return "" if tried.returncode == 0 else f"strace may not trace: {tried.stderr.strip()[:120]}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-024
+# %% ../nbs/07d_scripts.ipynb #cell-034
 def _pattern(wished: str) -> re.Pattern[str]:
     "Compile a glob: `*` stays within one folder, `**/` goes into any."
     text = wished.removeprefix("{dir}/").strip("/")
@@ -575,7 +577,7 @@ def _matched(path: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     names = ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
     return next((name for name in names if any(pattern.fullmatch(name) for pattern in patterns)), None)
 
-# %% ../nbs/07d_scripts.ipynb #cell-025
+# %% ../nbs/07d_scripts.ipynb #cell-035
 @dataclass(frozen=True)
 class Publication:
     "The system calls that made one checkpoint."
@@ -639,7 +641,7 @@ def _in_place(done: list[Publication], name: str, index: int, call: Call) -> Non
             return
     done.append(Publication(name, index, index, True, () if call.kind == "make folder" else (call.path,)))
 
-# %% ../nbs/07d_scripts.ipynb #cell-029
+# %% ../nbs/07d_scripts.ipynb #cell-039
 @dataclass(frozen=True)
 class Finding:
     "Something about how checkpoints are written that a power cut, a kill or a full disk may punish."
@@ -689,7 +691,7 @@ def _synced(calls: Sequence[Call], path: str) -> bool:
             path = call.target
     return synced
 
-# %% ../nbs/07d_scripts.ipynb #cell-033
+# %% ../nbs/07d_scripts.ipynb #cell-043
 @dataclass(frozen=True)
 class Strike:
     "A place to kill at, exact to the system call: before the `nth` call of this name on one of these files."
@@ -722,7 +724,7 @@ def strike_before(
             and set(call.keys) & set(keys)]
     return Strike(wanted.name, keys, len(same) + 1, overall=0 if start else wanted.nth)
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-045
 @dataclass(frozen=True)
 class Poll:
     "A place to kill at, found by looking at the folder again and again."
@@ -753,7 +755,7 @@ class Script:
         "The command does not say where to write, so it is started in the run's folder."
         return not any("{dir}" in word for word in self.command)
 
-# %% ../nbs/07d_scripts.ipynb #cell-034
+# %% ../nbs/07d_scripts.ipynb #cell-046
 @dataclass(frozen=True)
 class _Ended:
     "How one process of a script ended."
@@ -804,7 +806,7 @@ def _signatures(root: Path, patterns: Sequence[re.Pattern[str]]) -> dict[str, tu
                 found[owner] = (*found.get(owner, ()), (full, status.st_ino, status.st_mtime_ns, status.st_size))
     return found
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-048
 def _marked(marker: str) -> list[int]:
     "Find the living processes that carry a marker in their environment, wherever they have put themselves."
     found = []
@@ -826,7 +828,7 @@ def _kill(process: "subprocess.Popen[bytes]", marker: str) -> None:
             os.kill(pid, signal.SIGKILL)
     process.wait()
 
-# %% ../nbs/07d_scripts.ipynb #cell-035
+# %% ../nbs/07d_scripts.ipynb #cell-049
 def _tracing(strike: Strike | None, log: Path, root: Path) -> list[str]:
     "The words before a command that let strace watch it, or act at one call."
     start = ["strace", "-D", "-f", "-q", "-y", "-s", "0", "-e", "signal=none", "-o", str(log)]
@@ -853,7 +855,7 @@ def _mirror(script: Script, root: Path) -> None:
         if not any(first.fullmatch(entry.name) for first in firsts) and not (root / entry.name).exists():
             (root / entry.name).symlink_to(entry)
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-051
 def _attempt(script: Script, root: Path, number: int, place: Strike | Poll | None = None,
              watch: bool = False) -> _Ended:
     "Run a script's process once in a folder, and kill it at a place."
@@ -906,7 +908,7 @@ def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, plac
             return -signal.SIGKILL, True, first, count
     return None, False, first, count
 
-# %% ../nbs/07d_scripts.ipynb #cell-037
+# %% ../nbs/07d_scripts.ipynb #cell-053
 KILLS = ("checkpoints", "events", "random", "chain", "disk full")
 
 
@@ -933,7 +935,7 @@ class Wanted:
     only: tuple[str, ...] = ()  # globs of names of kill points; empty takes all
     max_events: int = 12  # kills at system calls, spread over those chosen
 
-# %% ../nbs/07d_scripts.ipynb #cell-038
+# %% ../nbs/07d_scripts.ipynb #cell-054
 def _spread(n: int, most: int) -> list[int]:
     "Choose at most so many of the numbers from 1 to n, the first and the last among them."
     if n <= most:
@@ -975,7 +977,7 @@ def _events(calls: Sequence[Call], made: Sequence[Publication], every: bool) -> 
             if every or (number == len(made) // 2 and (first or ends[kinds[position]] == position)):
                 yield i, number + (i > one.last)
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-056
 def _chain(calls: Sequence[Call], made: Sequence[Publication], k: int) -> KillPoint | None:
     "Interrupt one run several times, each time one checkpoint further on."
     places = _boundaries(calls, made)
@@ -1034,7 +1036,7 @@ def _random_points(seconds: float, wanted: Wanted) -> Iterator[KillPoint]:
         yield KillPoint(f"random-{number}", f"at a random moment, {share:.0%} of the way from the first checkpoint",
                         (Poll(seconds=share * seconds),), -1)
 
-# %% ../nbs/07d_scripts.ipynb #cell-040
+# %% ../nbs/07d_scripts.ipynb #cell-058
 @dataclass(frozen=True)
 class _Left:
     "The checkpoints in a run's folder at one moment, when no process of it was alive."
@@ -1043,11 +1045,17 @@ class _Left:
     trees: dict[str, Tree]
     torn: dict[str, str]  # checkpoints that could not be read, and why
 
-    def changed(self, before: "_Left") -> list[str]:
+    def changed(
+        self,
+        before: "_Left",  # at an earlier moment
+    ) -> list[str]:
         "Names that were written since."
         return [name for name, seen in self.signatures.items() if seen != before.signatures.get(name)]
 
-    def digest(self, name: str) -> str:
+    def digest(
+        self,
+        name: str,  # of a checkpoint
+    ) -> str:
         "A checkpoint's content; empty where it could not be read."
         return self.trees[name].digest if name in self.trees else ""
 
@@ -1074,7 +1082,7 @@ def _look(root: Path, script: Script, reader: CheckpointReader, ignore: Sequence
             torn[name] = unread[""]
     return _Left(signatures, trees, torn)
 
-# %% ../nbs/07d_scripts.ipynb #cell-042
+# %% ../nbs/07d_scripts.ipynb #cell-060
 _KIND_WORDS = (
     ("generator", r"rng|generator|random_state|mt19937|bit_generator"),
     ("EMA", r"\bema\b|ema_|_ema|averaged|shadow"),
@@ -1122,7 +1130,7 @@ def _counter(series: Sequence[Tree]) -> str:
             found.append((words.index(last), len(where), where))
     return min(found)[2] if found else ""
 
-# %% ../nbs/07d_scripts.ipynb #cell-043
+# %% ../nbs/07d_scripts.ipynb #cell-061
 def suspects(
     direct: Tree,  # one checkpoint of the direct run
     other: Tree,  # the same of a resumed run
@@ -1181,7 +1189,7 @@ def _update_suspects(parts: Mapping[str, list[str]], held: set[str], told: bool)
         Suspect("state outside the checkpoint", "the gradient was another one, though generators, data position and "
                                                 "optimizer are all in the checkpoint and equal")]
 
-# %% ../nbs/07d_scripts.ipynb #cell-047
+# %% ../nbs/07d_scripts.ipynb #cell-065
 @dataclass(frozen=True)
 class ScriptRow:
     "One run that was killed and started again, against the direct run."
@@ -1208,7 +1216,7 @@ _RANK = ("different", "lost work", "error", "refused", "not exercised")
 STATUS = {Verdict.EQUIVALENT: 0, Verdict.DIVERGENT: 1, Verdict.NONDETERMINISTIC: 1, Verdict.NOT_EXERCISED: 1,
           Verdict.LOST_WORK: 1, Verdict.ERROR: 1}
 
-
+# %% ../nbs/07d_scripts.ipynb #cell-067
 @dataclass(frozen=True)
 class ScriptProof:
     "What killing a script has shown."
@@ -1257,26 +1265,296 @@ class ScriptProof:
         return json.dumps(plain, indent=2, allow_nan=False)
 
     def to_junit(self) -> str:  # an XML document
-        "Write the proof as JUnit XML, a test case for each run."
-        cases = [f'  <testcase classname="prove-script" name={quoteattr("verdict")}>' + (
-            "" if self.verdict is Verdict.EQUIVALENT else f"<failure message={quoteattr(self.reason)}>"
-                                                          f"{escape(str(self))}</failure>") + "</testcase>"]
-        failed = int(self.verdict is not Verdict.EQUIVALENT)
+        "Write the proof as JUnit XML: a test case for the verdict, and one for each run."
+        fine = self.verdict is Verdict.EQUIVALENT
+        cases = [Case("verdict") if fine else Case("verdict", "failure", f"{self.verdict}: {self.reason}", str(self))]
         for row in self.rows:
-            told = escape(f"{row.diagnosis or row.detail}\n{row.command}")
-            bad = f"<failure message={quoteattr(row.result)}>{told}</failure>" if row.outcome in _RANK else ""
-            failed += bool(bad)
-            cases.append(f'  <testcase classname="prove-script" name={quoteattr(f"{row.point}: {row.place}")}>{bad}'
-                         "</testcase>")
-        return "\n".join(['<?xml version="1.0" encoding="utf-8"?>',
-                          f'<testsuite name="prove-script" tests="{len(cases)}" failures="{failed}">', *cases,
-                          "</testsuite>", ""])
+            label, body = f"{row.point}: {row.place}", f"{row.diagnosis or row.detail}\nagain: {row.command}"
+            cases.append(Case(label) if row.outcome == "equal" else Case(
+                label, "error" if row.outcome in ("error", "refused") else "failure", row.result, body))
+        return junit_suite("prove-script", cases)
 
-# %% ../nbs/07d_scripts.ipynb #cell-049
+# %% ../nbs/07d_scripts.ipynb #cell-069
+class _Problem(Exception):
+    "A proof ended early: the verdict and the reason."
+
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
+
+
+class _Runs:
+    "Starts a script's processes, each run in a folder of its own, and counts both."
+
+    def __init__(
+        self,
+        script: Script,  # what is run
+        reader: CheckpointReader,  # reads what it leaves
+        workspace: Path,  # an empty folder
+        ignore: Sequence[str] = (),  # globs of leaves that may differ
+        keep: bool = False,  # True leaves each run's folder where it is
+    ) -> None:
+        self.script, self.reader, self.workspace = script, reader, workspace
+        self.ignore, self.keep = tuple(ignore), keep
+        self.runs = self.processes = 0
+        self._lock = threading.Lock()
+
+    def folder(self) -> Path:
+        "Make a new run's folder."
+        with self._lock:
+            self.runs += 1
+            root = self.workspace / f"run-{self.runs:04d}" / "out"
+        root.mkdir(parents=True)
+        return root
+
+    def attempt(
+        self,
+        root: Path,  # the run's folder
+        number: int,  # of its process, from 0; later ones are started by the resume command
+        place: Strike | Poll | None = None,  # where to kill; None lets it run to its end
+        watch: bool = False,  # True: its system calls are read
+    ) -> _Ended:
+        "Run one process."
+        with self._lock:
+            self.processes += 1
+        return _attempt(self.script, root, number, place, watch)
+
+    def look(
+        self,
+        root: Path,  # the run's folder
+    ) -> _Left:
+        "Read what a run left."
+        return _look(root, self.script, self.reader, self.ignore)
+
+    def clear(
+        self,
+        root: Path,  # the run's folder
+    ) -> None:
+        "Delete a run that has been compared."
+        if not self.keep:
+            shutil.rmtree(root.parent)
+
+    def check_space(
+        self,
+        like: Path,  # a run's folder, as large as those to come
+    ) -> None:
+        "Refuse to go on where the next runs would not fit. Raises `_Problem`."
+        size = sum(file.stat().st_size for file in like.rglob("*") if file.is_file() and not file.is_symlink())
+        free = shutil.disk_usage(self.workspace).free
+        if free < 2 * size + (1 << 20):
+            raise _Problem(Verdict.ERROR, f"the disk that holds the runs is full: {free >> 20} MiB are free in "
+                           f"{self.workspace}, and a run takes {(size >> 20) + 1}; give another directory")
+
+# %% ../nbs/07d_scripts.ipynb #cell-073
+def _kind_of(name: str) -> str:
+    "A checkpoint's name without its numbers."
+    return re.sub(r"\d+", "#", name)
+
+
+class _History:
+    "What the direct run's checkpoints held, as far as is known yet, by their number in the order of completion."
+
+    def __init__(
+        self,
+        made: Sequence[str] = (),  # names of the direct run's checkpoints, in that order; empty where not seen
+    ) -> None:
+        self.made = list(made)
+        self.trees: dict[int, Tree] = {}
+        self.names: dict[int, str] = {}
+
+    def remember(
+        self,
+        number: int,  # of a checkpoint, from 1
+        name: str,  # of its file or folder
+        left: _Left,  # what was there right behind it
+    ) -> None:
+        "Keep what a checkpoint held, if it could be read."
+        if name in left.trees and not left.trees[name].unread.get(""):
+            self.trees[number], self.names[number] = left.trees[name], name
+
+    def main_names(self) -> list[str]:
+        "Names of the checkpoints of the commonest kind: not of a file that is written once at the end."
+        known = [*self.made, *self.names.values()]
+        kinds = [_kind_of(name) for name in known]
+        most = max(kinds, key=kinds.count, default="")
+        return [name for name in known if _kind_of(name) == most]
+
+    def ordered(self) -> dict[int, Tree]:
+        "The checkpoints of that kind, as far as they are known."
+        chosen = set(self.main_names())
+        return {number: self.trees[number] for number in sorted(self.names) if self.names[number] in chosen}
+
+    def counter(self) -> str:
+        "The leaf that counts steps; empty where none does."
+        return _counter(list(self.ordered().values()))
+
+    def step_of(
+        self,
+        tree: Tree,  # of a checkpoint
+        name: str = "",  # of its file or folder
+    ) -> int | None:
+        "Read the step off a checkpoint, or off its name; None where neither tells."
+        number = _number(tree.leaves.get(self.counter(), ""))
+        digits = re.findall(r"\d+", name)
+        return int(number) if number is not None else int(digits[-1]) if digits else None
+
+# %% ../nbs/07d_scripts.ipynb #cell-077
+def _described(history: _History, a: Tree, b: Tree, sizes: Mapping[str, Mapping[str, Any]], name: str) -> Diagnosis:
+    "Put into words how two checkpoints of a name differ."
+    where = [leaf for leaf in _parted(a, b) if leaf.removesuffix("(bytes)") not in {**a.unread, **b.unread}]
+    texts = {**b.leaves, **a.leaves}
+    size = sizes.get(where[0], {})
+    return Diagnosis(history.step_of(a, name), f"{name}:{where[0]}", _part_of(where[0], texts[where[0]]),
+                     max_abs=size.get("max_abs"), max_ulp=size.get("max_ulp"), share=size.get("share"),
+                     differing=tuple(where), suspects=suspects(a, b, sizes))
+
+
+def _difference(
+    reader: CheckpointReader,  # measures it
+    history: _History,  # says at which step it is
+    direct: tuple[_Left, Path],  # what the direct run left, and its folder
+    other: tuple[_Left, Path],  # the same of another run
+) -> Diagnosis | None:  # None where they left the same
+    "Find the first checkpoint that differs. Raises `_Problem` where a file differs that cannot be read."
+    (left, root), (right, root_2) = direct, other
+    both = {*left.signatures, *right.signatures}
+    names = dict.fromkeys(name for name in history.made if name in both)
+    for name in (*names, *sorted(both - {*names}, key=natural)):
+        if name in left.torn and name in right.torn and name not in {*left.trees, *right.trees}:
+            raise _Problem(Verdict.ERROR, f"a checkpoint cannot be read: {left.torn[name][:300]}")
+        if name not in left.trees or name not in right.trees:
+            told = "only the direct run has it" if name not in right.signatures else (
+                "only the other run has it" if name not in left.signatures else "it cannot be read")
+            return Diagnosis(None, name, suspects=(Suspect("checkpoint", told),))
+        a, b = left.trees[name], right.trees[name]
+        if where := _parted(a, b):
+            unread = {**a.unread, **b.unread}
+            if all(leaf.removesuffix("(bytes)") in unread for leaf in where):
+                why = unread[where[0].removesuffix("(bytes)")]
+                raise _Problem(Verdict.ERROR, f"{name} {where[0]}: the bytes differ, and it cannot be read as data "
+                               f"({why}); trust it, which runs code that it names, or leave it out by ignore")
+            sizes = reader.differences((root / name, root), (root_2 / name, root_2), where=where)
+            return _described(history, a, b, sizes, name)
+    return None
+
+# %% ../nbs/07d_scripts.ipynb #cell-081
+_MOST_OPERATIONS = 200_000  # of one run that are recorded
+_RECORDER = '''
+import importlib.abc, importlib.util, json, os, sys
+
+class WaitForTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and os.environ.get("FTTL_OPERATIONS"):
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), record(module))
+        return spec
+
+def record(torch):
+    import hashlib
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils._python_dispatch import TorchDispatchMode
+    try:
+        file = os.fdopen(os.open(os.environ["FTTL_OPERATIONS"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", 1)
+    except OSError:
+        return
+    owner, inside, done, left = os.getpid(), [""], [0], [LIMIT]
+    mine, torchs = os.path.abspath(__file__), os.path.dirname(torch.__file__) + os.sep
+
+    def digest(value):
+        if isinstance(value, torch.Tensor):
+            try:
+                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            except Exception:
+                return ""
+            return f"{value.dtype}{list(value.shape)}" + hashlib.blake2b(data, digest_size=16).hexdigest()
+        if isinstance(value, (list, tuple)):
+            return " ".join(filter(None, map(digest, value)))
+        return digest(list(value.values())) if isinstance(value, dict) else ""
+
+    def line():
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = os.path.abspath(frame.f_code.co_filename)
+            if name != mine and not name.startswith(torchs) and os.path.exists(name):
+                return f"{os.path.basename(name)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "unknown"
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if os.getpid() != owner or left[0] <= 0:
+                return func(*args, **(kwargs or {}))
+            over = str(func).split(".")[1].endswith(OVERWRITES)
+            given = digest((args[1:] if over else args, kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if not any(word in str(func) for word in UNWRITTEN):
+                left[0] -= 1
+                file.write(json.dumps([str(func), inside[-1], line(), given, digest(result), done[0] + 1]) + chr(10))
+            return result
+
+    def leave(*_):
+        del inside[-1:]
+
+    def count(*_):
+        done[0] += 1
+
+    register_module_forward_pre_hook(lambda module, _: inside.append(type(module).__name__))
+    register_module_forward_hook(leave, always_call=True)
+    register_optimizer_step_post_hook(count)
+    Recorder().__enter__()
+
+sys.meta_path.insert(0, WaitForTorch())
+_this, _here = sys.modules.pop("sitecustomize", None), os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [name for name in sys.path if os.path.abspath(name) != _here]
+try:
+    import sitecustomize
+except ImportError:
+    pass
+if _this is not None:
+    sys.modules.setdefault("sitecustomize", _this)
+'''
+
+
+def _recorded(runs: _Runs, site: Path) -> tuple[_Ended, list[list[Any]]]:
+    "Run once more with every operation written down: operation, module, line, given, result, step."
+    root = runs.folder()
+    log = root.parent / "operations.jsonl"
+    paths = [str(site), *filter(None, [runs.script.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    added = {"PYTHONPATH": os.pathsep.join(paths), "FTTL_OPERATIONS": str(log)}
+    ended = _attempt(replace(runs.script, environment={**runs.script.environment, **added}, trace=False), root, 0)
+    text = log.read_text() if log.exists() else ""
+    runs.clear(root)
+    return ended, [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _operation_in(runs: _Runs) -> str:
+    "Record two runs, and name the first operation that returned something else in the second."
+    site = runs.workspace / "site"
+    site.mkdir()
+    known = f"LIMIT, UNWRITTEN, OVERWRITES = {_MOST_OPERATIONS}, {UNWRITTEN!r}, {OVERWRITES!r}\n"
+    (site / "sitecustomize.py").write_text(known + _RECORDER)
+    (one, first), (other, second) = (_recorded(runs, site) for _ in range(2))
+    if one.problem or other.problem:
+        return f"not found, since the run failed while its operations were recorded ({one.problem or other.problem})"
+    if not first:
+        return "not found: no operation of torch was seen, as in a script without torch, or started with python -I"
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a[0] != b[0] or a[4] != b[4]:
+            number = sum(line[5] == a[5] for line in first[:i + 1])
+            return str(Located(a[5], a[0], a[1], a[2], number, a[0] == b[0] and a[3] != b[3]))
+    return "not found: recorded twice more, each operation of torch returned the same"
+
+# %% ../nbs/07d_scripts.ipynb #cell-085
 @dataclass(frozen=True)
 class _Direct:
     "The uninterrupted run, and what was learned from it."
 
+    root: Path  # its folder
     left: _Left
     calls: tuple[Call, ...]
     made: tuple[Publication, ...]
@@ -1284,6 +1562,32 @@ class _Direct:
     written: int  # checkpoints, counted by polling where calls were not seen
 
 
+def _uninterrupted(runs: _Runs, locate_op: bool = False) -> _Direct:
+    "Run twice: once watched, once not. Raises `_Problem` where that leaves nothing to prove."
+    found: list[tuple[_Ended, _Left, Path]] = []
+    for number in range(2):
+        root = runs.folder()
+        ended = runs.attempt(root, 0, Poll() if number or not runs.script.trace else None, watch=not number)
+        if ended.problem:
+            raise _Problem(Verdict.ERROR, f"the uninterrupted run failed: {ended.problem}")
+        found.append((ended, runs.look(root), root))
+    (watched, left, root), (plain, other, root_2) = found
+    if not left.signatures:
+        names = ", ".join(sorted(entry.name for entry in root.iterdir() if not entry.is_symlink())[:8]) or "nothing"
+        raise _Problem(Verdict.NOT_EXERCISED, f"no checkpoint: nothing matches {' '.join(runs.script.checkpoints)} in "
+                                              f"the run's folder, which holds {names}")
+    made = tuple(publications(watched.calls, runs.script.patterns))
+    history = _History([one.name for one in made])
+    if differs := _difference(runs.reader, history, (left, root), (other, root_2)):
+        operation = f"; operation: {_operation_in(runs)}" if locate_op else ""
+        raise _Problem(Verdict.NONDETERMINISTIC, "two uninterrupted runs differ, so no restart can be judged; "
+                       f"{replace(differs, suspects=())}{operation}; what may differ, as a time of day, is left out by "
+                       "ignore")
+    runs.clear(root_2)
+    seconds = max(0.0, plain.seconds - plain.first_change) if plain.first_change >= 0 else 0.0
+    return _Direct(root, left, watched.calls, made, seconds, plain.written)
+
+# %% ../nbs/07d_scripts.ipynb #cell-089
 @dataclass(frozen=True)
 class _Redone:
     "Work that was saved and done again."
@@ -1293,349 +1597,247 @@ class _Redone:
     newest: Tree | None  # of these
 
 
-class _Problem(Exception):
-    "A proof ended early: the verdict and the reason."
-
-    def __init__(self, verdict: Verdict, reason: str) -> None:
-        super().__init__(reason)
-        self.verdict = verdict
-
-
-def _kind_of(name: str) -> str:
-    "A checkpoint's name without its numbers."
-    return re.sub(r"\d+", "#", name)
+def _redone(history: _History, before: _Left, left: _Left, complete: int, name: str) -> _Redone | None:
+    "The first checkpoint after a restart is one that had been there: its work was done again."
+    digests = {left.digest(changed) for changed in left.changed(before)} - {""}
+    again = [number for number, tree in history.trees.items() if tree.digest in digests and number < complete]
+    return _Redone(min(again) - 1, complete, before.trees.get(name)) if again else None
 
 
-class _Prover:
-    "Runs one script again and again, and keeps what it has learned."
+def _started_over(direct: _Direct, calls: Sequence[Call], patterns: Sequence[re.Pattern[str]]) -> bool:
+    "A process that opened no checkpoint before its first save, and saved as often as the whole run, began anew."
+    again = publications(calls, patterns)
+    return len(again) >= len(direct.made) > 0 and not any(
+        call.kind == "read" and _matched(call.path, patterns) for call in calls[:again[0].first])
 
-    def __init__(self, script: Script, reader: CheckpointReader, workspace: Path, wanted: Wanted,
-                 ignore: Sequence[str], again: Callable[[str], str], keep: bool) -> None:
-        self.script, self.reader, self.workspace, self.wanted = script, reader, workspace, wanted
-        self.ignore, self.again, self.keep = tuple(ignore), again, keep
-        self.runs = self.processes = 0
-        self.series: dict[int, Tree] = {}  # by number: what the direct run's checkpoints held
-        self.names: dict[int, str] = {}  # of these
-        self.made_names: list[str] = []  # of the direct run's checkpoints, in the order of their completion
-        self.lost_by: dict[str, _Redone] = {}  # by kill point
-        self.findings: list[Finding] = []
-        self.root = workspace  # of the direct run
-        self.resumed: tuple[Call, ...] = ()  # the calls of a process that went on from a checkpoint
-        self.jobs = 1
-        self.progress_bar: bool | None = None
-        self._lock = threading.Lock()
 
-    def folder(self) -> Path:
-        "Make a new run's folder; all have names of the same length, so that paths within files have."
-        with self._lock:
-            self.runs += 1
-            root = self.workspace / f"run-{self.runs:04d}" / "out"
-        root.mkdir(parents=True)
-        return root
-
-    def attempt(self, root: Path, number: int, place: Strike | Poll | None = None, watch: bool = False) -> _Ended:
-        "Run one process."
-        with self._lock:
-            self.processes += 1
-        return _attempt(self.script, root, number, place, watch)
-
-    def look(self, root: Path) -> _Left:
-        "Read what a run left."
-        return _look(root, self.script, self.reader, self.ignore)
-
-    def clear(self, root: Path) -> None:
-        "Delete a run that has been compared."
-        if not self.keep:
-            shutil.rmtree(root.parent)
-
-    def uninterrupted(self) -> _Direct:
-        "Run twice: once watched, once not. Alike, they show that neither time nor watching changes anything."
-        found: list[tuple[_Ended, _Left, Path]] = []
-        for number in range(2):
-            root = self.folder()
-            ended = self.attempt(root, 0, Poll() if number or not self.script.trace else None, watch=not number)
-            if ended.problem:
-                raise _Problem(Verdict.ERROR, f"the uninterrupted run failed: {ended.problem}")
-            found.append((ended, self.look(root), root))
-        (watched, left, root), (plain, other, root_2) = found
-        if not left.signatures:
-            names = ", ".join(sorted(entry.name for entry in root.iterdir() if not entry.is_symlink())[:8]) or "nothing"
-            raise _Problem(Verdict.NOT_EXERCISED, f"no checkpoint: nothing matches {' '.join(self.script.checkpoints)} "
-                                                  f"in the run's folder, which holds {names}")
-        calls = watched.calls
-        made = tuple(publications(calls, self.script.patterns))
-        self.made_names = [one.name for one in made]
-        seconds = max(0.0, plain.seconds - plain.first_change) if plain.first_change >= 0 else 0.0
-        direct = _Direct(left, calls, made, seconds, plain.written)
-        if differs := self.compare(direct, other, (root, root_2)):
-            raise _Problem(Verdict.NONDETERMINISTIC, "two uninterrupted runs differ, so no restart can be judged; "
-                           f"{replace(differs, suspects=())}; what may differ, as a time of day, is left out by ignore")
-        self.clear(root_2)
-        self.root = root
-        return direct
-
-    def compare(self, direct: _Direct, other: _Left, roots: tuple[Path, Path]) -> Diagnosis | None:
-        "Compare what two runs left. Raises `_Problem` where a file differs that cannot be read."
-        both = {*direct.left.signatures, *other.signatures}
-        names = dict.fromkeys(name for name in self.made_names if name in both)
-        for name in (*names, *sorted(both - {*names}, key=natural)):
-            if name not in direct.left.trees or name not in other.trees:
-                told = "only the direct run has it" if name not in other.signatures else (
-                    "only the other run has it" if name not in direct.left.signatures else "it cannot be read")
-                return Diagnosis(None, name, suspects=(Suspect("checkpoint", told),))
-            a, b = direct.left.trees[name], other.trees[name]
-            if where := _parted(a, b):
-                unread = {**a.unread, **b.unread}
-                if all(leaf.removesuffix("(bytes)") in unread for leaf in where):
-                    why = unread[where[0].removesuffix("(bytes)")]
-                    raise _Problem(Verdict.ERROR, f"{name} {where[0]}: the bytes differ, and it cannot be read as data "
-                                   f"({why}); trust it, which runs code that it names, or leave it out by ignore")
-                sizes = self.reader.differences((roots[0] / name, roots[0]), (roots[1] / name, roots[1]), where=where)
-                return self.diagnosis(a, b, sizes, name)
+def _redone_at_end(history: _History, direct: _Direct, before: _Left, after: _Left, calls: Sequence[Call],
+                   row: ScriptRow, patterns: Sequence[re.Pattern[str]]) -> _Redone | None:
+    "Which of the checkpoints that were complete at the kill were made again; `calls` are the last process'."
+    complete, main = row.complete, history.main_names()
+    newest = next((before.trees[one.name] for one in reversed(direct.made[:complete])
+                   if one.name in main and one.name in before.trees), None)
+    if complete and _started_over(direct, calls, patterns):
+        return _Redone(0, complete, newest)
+    if row.kills > 1:  # how many were complete at the last kill is a matter of plan, not of sight
         return None
+    kinds = {_kind_of(name) for name in main}
+    names = sorted((name for name in before.trees if _kind_of(name) in kinds), key=natural)
+    same = [i for i, name in enumerate(names) if name in after.changed(before)
+            and after.digest(name) == before.digest(name) and i < len(names) - 1]
+    if same and len(names) > 1:
+        return _Redone(same[0], len(names), before.trees[names[-1]])
+    if not (direct.calls and complete):
+        return None
+    start = len(direct.made) - len(publications(calls, patterns))  # complete ones from which that process went on
+    return _Redone(max(0, start), complete, newest) if start < complete - 1 else None
 
-    def diagnosis(self, a: Tree, b: Tree, sizes: Mapping[str, Mapping[str, Any]], name: str) -> Diagnosis:
-        "Put into words how two checkpoints differ."
-        where = [leaf for leaf in _parted(a, b) if leaf.removesuffix("(bytes)") not in {**a.unread, **b.unread}]
-        texts = {**b.leaves, **a.leaves}
-        size = sizes.get(where[0], {})
-        step = self.step_of(a, name)
-        return Diagnosis(step, f"{name}:{where[0]}", _part_of(where[0], texts[where[0]]), max_abs=size.get("max_abs"),
-                         max_ulp=size.get("max_ulp"), share=size.get("share"), differing=tuple(where),
-                         suspects=suspects(a, b, sizes))
 
-    def step_of(self, tree: Tree, name: str = "") -> int | None:
-        "Read the step off a checkpoint, or off its name; None where neither tells."
-        number = _number(tree.leaves.get(_counter(list(self.ordered().values())), ""))
-        digits = re.findall(r"\d+", name)
-        return int(number) if number is not None else int(digits[-1]) if digits else None
-
-    def ordered(self) -> dict[int, Tree]:
-        "The direct run's checkpoints of the commonest kind of name, as far as they are known."
-        chosen = set(self.main_names())
-        return {number: self.series[number] for number in sorted(self.names) if self.names[number] in chosen}
-
-    def main_names(self) -> list[str]:
-        "Names of the checkpoints of the commonest kind: not of a file that is written once at the end."
-        kinds = [_kind_of(name) for name in (*self.made_names, *self.names.values())]
-        most = max(kinds, key=kinds.count, default="")
-        return [name for name in (*self.made_names, *self.names.values()) if _kind_of(name) == most]
-
-    def follow(self, direct: _Direct, point: KillPoint) -> ScriptRow:
-        "Kill one run at its places, start it again each time, and compare what it leaves."
-        self.check_space()
-        row = ScriptRow(point.name, point.text, len(point.places), "equal", complete=max(0, point.after),
-                        command=self.again(point.name))
-        root, before = self.folder(), _Left({}, {}, {})
-        for number, place in enumerate(point.places):
-            root, ended = self.strike(root, number, self.after_resume(place) if number else place)
-            if not ended.struck:
-                return self.missed(row, ended, number, root)
-            if isinstance(place, Strike) and place.error and ended.status == 0:
-                return self.unnoticed(direct, row, root)
-            left = self.look(root)
-            done = point.after + number - 1
-            name = direct.made[done - 1].name if 0 < done <= len(direct.made) else ""
-            if number and (redone := self.redone(before, left, done, name)):
-                self.lost_by[point.name] = redone
-            if not number and point.name.startswith("checkpoint"):
-                self.remember(direct, left, point.after)
-            before = left
-        return self.finish(direct, row, root, before)
-
-    def finish(self, direct: _Direct, row: ScriptRow, root: Path, before: _Left) -> ScriptRow:
-        "Let a killed run go to its end, and compare."
-        last = self.attempt(root, max(1, row.kills), watch=True)
-        if row.complete and not last.problem and publications(last.calls, self.script.patterns):
-            self.resumed = self.resumed or last.calls
-        torn = f" (a torn checkpoint was there: {'; '.join(before.torn.values())[:160]})" if before.torn else ""
-        if last.problem:
-            return replace(row, outcome="refused" if last.refused else "error",
-                           detail=f"{'refused' if last.refused else 'failed'} to go on: {last.problem}{torn}")
-        after = self.look(root)
-        try:
-            found = self.compare(direct, after, (self.root, root))
-        except _Problem as problem:
-            return replace(row, outcome="error", detail=str(problem))
-        if found is not None:
-            return replace(row, outcome="different", diagnosis=found, detail=f"ended otherwise{torn}")
-        redone = self.redone_at_end(direct, before, after, last, row.complete) if row.kills == 1 else None
-        if redone is not None:
-            self.lost_by[row.point] = redone
-        self.clear(root)
-        return replace(row, outcome="lost work") if row.point in self.lost_by else row
-
-    def strike(self, root: Path, number: int, place: Strike | Poll) -> tuple[Path, _Ended]:
-        "Run until the place; one that was missed is tried again: a moment at half the time, a call by its number."
-        ended = self.attempt(root, number, place)
-        for _ in range(3):
-            if ended.struck or ended.problem or number:
-                break
-            if isinstance(place, Poll) and place.seconds >= 0:
-                place = replace(place, seconds=place.seconds / 2)
-            elif isinstance(place, Strike) and place.overall and place.keys:
-                place = replace(place, keys=(), nth=place.overall)  # a temporary name with random letters
-            else:
-                break
-            self.clear(root)
-            root = self.folder()
-            ended = self.attempt(root, number, place)
-        return root, ended
-
-    def after_resume(self, place: Strike | Poll) -> Strike | Poll:
-        "Count also what a resumed process does before it saves: it opens checkpoints to read them."
-        if not isinstance(place, Strike) or not self.resumed:
-            return place
-        first = publications(self.resumed, self.script.patterns)[0].first
-        before = [call for call in self.resumed[:first] if call.name == place.call and set(call.keys) & set(place.keys)]
-        return replace(place, nth=place.nth + len(before))
-
-    def missed(self, row: ScriptRow, ended: _Ended, number: int, root: Path) -> ScriptRow:
-        "Tell a process that failed from one that was at its end before it could be killed."
-        if ended.problem:
-            told = "refused" if ended.refused else "failed"
-            where = f"after kill {number}" if number else "before the kill"
-            return replace(row, outcome="refused" if ended.refused and number else "error",
-                           detail=f"{told} {where}: {ended.problem}")
-        self.clear(root)
-        return replace(row, outcome="not exercised", detail="the run was at its end before it could be killed")
-
-    def unnoticed(self, direct: _Direct, row: ScriptRow, root: Path) -> ScriptRow:
-        "A run that met a full disk and ended with exit status 0: fine only where it left what the direct run left."
-        found = self.compare(direct, self.look(root), (self.root, root))
-        if found is None:
-            return row
-        self.findings.append(Finding("full disk unnoticed", f"{row.place}, and the run ended with exit status 0 and "
-                                                            f"without what it should have left ({found.tensor})"))
-        return replace(row, outcome="error", detail="exit status 0 although a checkpoint could not be written")
-
-    def remember(self, direct: _Direct, left: _Left, number: int) -> None:
-        "Keep what a checkpoint of the direct run held, read off a run that was killed right after it."
-        name = direct.made[number - 1].name if direct.made else max(left.trees, key=natural, default="")
-        if name in left.trees and not left.trees[name].unread.get(""):
-            self.series[number], self.names[number] = left.trees[name], name
-
-    def redone(self, before: _Left, left: _Left, complete: int, name: str) -> _Redone | None:
-        "The first checkpoint after a restart is one that had been there: its work was done again."
-        digests = {left.digest(name) for name in left.changed(before)} - {""}
-        again = [number for number, tree in self.series.items() if tree.digest in digests and number < complete]
-        return _Redone(min(again) - 1, complete, before.trees.get(name)) if again else None
-
-    def redone_at_end(self, direct: _Direct, before: _Left, after: _Left, last: _Ended,
-                      complete: int) -> _Redone | None:
-        "Which of the checkpoints that were complete at the kill were made again, with the content they had."
-        kinds = {_kind_of(name) for name in self.main_names()}
-        names = sorted((name for name in before.trees if _kind_of(name) in kinds), key=natural)
-        same = [i for i, name in enumerate(names) if name in after.changed(before)
-                and after.digest(name) == before.digest(name) and i < len(names) - 1]
-        if same and len(names) > 1:
-            return _Redone(same[0], len(names), before.trees[names[-1]])
-        if not (self.script.trace and complete):
-            return None
-        made = len(publications(last.calls, self.script.patterns))
-        start = len(direct.made) - made  # complete checkpoints from which the last process went on
-        main = self.main_names()
-        newest = next((before.trees[one.name] for one in reversed(direct.made[:complete])
-                       if one.name in main and one.name in before.trees), None)
-        return _Redone(max(0, start), complete, newest) if start < complete - 1 else None
-
-    def check_space(self) -> None:
-        "Refuse to go on where the next runs would not fit. Raises `_Problem`."
-        size = sum(file.stat().st_size for file in self.root.rglob("*") if file.is_file() and not file.is_symlink())
-        free = shutil.disk_usage(self.workspace).free
-        if free < 2 * size + (1 << 20):
-            raise _Problem(Verdict.ERROR, f"the disk that holds the runs is full: {free >> 20} MiB are free in "
-                           f"{self.workspace}, and a run takes {(size >> 20) + 1}; give another directory")
-
-    def locate(self, direct: _Direct, row: ScriptRow) -> ScriptRow:
-        "Find the first checkpoint that differs after the restart, in runs that are killed right behind it."
-        places, made = _boundaries(direct.calls, direct.made), direct.made
-        k = row.complete
-        if k < 1 or k not in places or row.kills != 1:
-            return row
-        old = self.folder()
-        self.attempt(old, 0, strike_before(direct.calls, places[k]))
-        for j in range(k + 1, min(len(made), k + 3) + 1):
-            name, roots = made[j - 1].name, []
-            for start in (0, made[k].first):
-                root = self.folder()
-                if start:
-                    self.attempt(root, 0, strike_before(direct.calls, places[k]))
-                stop = strike_before(direct.calls, places[j], start) if j in places else None
-                self.attempt(root, int(start > 0), self.after_resume(stop) if start and stop else stop)
-                roots.append(root)
-            a, b = (self.look(root).trees.get(name) for root in roots)
-            if a is None or b is None:
-                return row
-            if where := _parted(a, b):
-                paths = [(root / name, root) for root in roots]
-                if j == k + 1:
-                    paths.append((old / made[k - 1].name, old))
-                sizes = self.reader.differences(*paths, where=where)
-                return replace(row, diagnosis=self.diagnosis(a, b, sizes, name))
+def _with_loss(history: _History, row: ScriptRow, redone: _Redone | None) -> ScriptRow:
+    "Say how much work a run lost, in steps where a checkpoint counts them."
+    if redone is None or row.outcome not in ("equal", "lost work"):
         return row
+    counter, first, complete = history.counter(), redone.first, redone.complete
+    start = history.trees.get(first)
+    steps = [0.0 if first == 0 else _number(start.leaves.get(counter, "")) if start else None,
+             _number(redone.newest.leaves.get(counter, "")) if redone.newest else None]
+    known = counter != "" and None not in steps
+    lost = int((steps[1] or 0) - (steps[0] or 0)) if known else complete - first
+    return replace(row, outcome="lost work", lost=lost, detail=(
+        f"began again {f'from checkpoint {first}' if first else 'from the start'}: {lost} "
+        f"{'step' if known else 'checkpoint'}{'s' * (lost != 1)} of work lost, which {complete} "
+        f"checkpoint{'s' * (complete != 1)} held"))
 
-    def prove(self) -> ScriptProof:
-        "Run everything, and come to a verdict."
-        direct = self.uninterrupted()
-        for number, one in enumerate(direct.made, start=1):
-            last = max(i for i, other in enumerate(direct.made, start=1) if other.name == one.name)
-            if number == last and one.name in direct.left.trees:
-                self.series[number], self.names[number] = direct.left.trees[one.name], one.name
-        if self.script.trace:
-            self.findings += durability(direct.calls, direct.made)
-            points = list(_traced_points(direct.calls, direct.made, self.wanted))
+# %% ../nbs/07d_scripts.ipynb #cell-093
+@dataclass
+class _Proving:
+    "One proof under way: what is known so far. Several threads follow points; each adds under a name of its own."
+
+    runs: _Runs
+    direct: _Direct
+    history: _History
+    again: Callable[[str], str]  # the command that makes the run of a kill point again
+    findings: list[Finding] = field(default_factory=list)
+    redone: dict[str, _Redone] = field(default_factory=dict)  # by kill point
+    resumed: tuple[Call, ...] = ()  # the calls of a process that went on from a checkpoint
+
+    def difference(
+        self,
+        left: _Left,  # what a run left
+        root: Path,  # its folder
+    ) -> Diagnosis | None:
+        "How a run differs from the direct one."
+        return _difference(self.runs.reader, self.history, (self.direct.left, self.direct.root), (left, root))
+
+
+def _after_resume(proving: _Proving, place: Strike | Poll) -> Strike | Poll:
+    "Count also what a resumed process does before it saves: it opens checkpoints to read them."
+    if not isinstance(place, Strike) or not proving.resumed:
+        return place
+    first = publications(proving.resumed, proving.runs.script.patterns)[0].first
+    before = [call for call in proving.resumed[:first] if call.name == place.call and set(call.keys) & set(place.keys)]
+    return replace(place, nth=place.nth + len(before))
+
+
+def _struck(runs: _Runs, root: Path, number: int, place: Strike | Poll) -> tuple[Path, _Ended]:
+    "Run until the place; one that was missed is tried again: a moment at half the time, a call by its number."
+    ended = runs.attempt(root, number, place)
+    for _ in range(3):
+        if ended.struck or ended.problem or number:
+            break
+        if isinstance(place, Poll) and place.seconds >= 0:
+            place = replace(place, seconds=place.seconds / 2)
+        elif isinstance(place, Strike) and place.overall and place.keys:
+            place = replace(place, keys=(), nth=place.overall)  # a temporary name with random letters
         else:
-            points = list(_polled_points(direct.written, self.wanted))
-        points += _random_points(direct.seconds, self.wanted)
-        if self.wanted.only:
-            points = [point for point in points if _ignored("", point.name, self.wanted.only)]
-        rows = self.rows_of(direct, points)
-        bad = next((i for i, row in enumerate(rows) if row.outcome == "different"), None)
-        if bad is not None and self.script.trace:
-            rows[bad] = self.locate(direct, rows[bad])
-        verdict, reason = _weigh(rows, len(direct.made) or direct.written, self.ordered())
-        return ScriptProof(verdict, reason, tuple(rows), tuple(self.findings))
+            break
+        runs.clear(root)
+        root = runs.folder()
+        ended = runs.attempt(root, number, place)
+    return root, ended
 
-    def rows_of(self, direct: _Direct, points: Sequence[KillPoint]) -> list[ScriptRow]:
-        "Follow all points, those after single checkpoints first: the others are judged by what these have shown."
-        disable = None if self.progress_bar is None else not self.progress_bar
-        found: dict[str, ScriptRow] = {}
-        with (tqdm(total=len(points), desc="killed runs", unit="run", disable=disable) as bar,
-              ThreadPoolExecutor(self.jobs) as pool):
-            for early in (True, False):
-                chosen = [point for point in points if point.name.startswith("checkpoint") == early]
-                for row in pool.map(lambda point: self.follow(direct, point), chosen):
-                    found[row.point] = row
-                    bar.update()
-        return [self.with_loss(found[point.name]) for point in points]
-
-    def with_loss(self, row: ScriptRow) -> ScriptRow:
-        "Say how much work a run lost, in steps where a checkpoint counts them."
-        redone = self.lost_by.get(row.point)
-        if redone is None or row.outcome not in ("equal", "lost work"):
-            return row
-        counter, first, complete = _counter(list(self.ordered().values())), redone.first, redone.complete
-        start = self.series.get(first)
-        steps = [0.0 if first == 0 else _number(start.leaves.get(counter, "")) if start else None,
-                 _number(redone.newest.leaves.get(counter, "")) if redone.newest else None]
-        known = counter != "" and None not in steps
-        lost = int((steps[1] or 0) - (steps[0] or 0)) if known else complete - first
-        return replace(row, outcome="lost work", lost=lost, detail=(
-            f"began again {f'from checkpoint {first}' if first else 'from the start'}: {lost} "
-            f"{'step' if known else 'checkpoint'}{'s' * (lost != 1)} of work lost, which {complete} "
-            f"checkpoint{'s' * (complete != 1)} held"))
+# %% ../nbs/07d_scripts.ipynb #cell-096
+def _missed(row: ScriptRow, ended: _Ended, number: int) -> ScriptRow:
+    "Tell a process that failed from one that was at its end before it could be killed."
+    if not ended.problem:
+        return replace(row, outcome="not exercised", detail="the run was at its end before it could be killed")
+    told = "refused" if ended.refused else "failed"
+    where = f"after kill {number}" if number else "before the kill"
+    return replace(row, outcome="refused" if ended.refused and number else "error",
+                   detail=f"{told} {where}: {ended.problem}")
 
 
-def _weigh(rows: Sequence[ScriptRow], made: int, series: Mapping[int, Tree]) -> tuple[Verdict, str]:
-    "Come to a verdict over all rows."
+def _unnoticed(proving: _Proving, row: ScriptRow, root: Path) -> ScriptRow:
+    "A run that met a full disk and ended with exit status 0: fine only where it left what the direct run left."
+    found = proving.difference(proving.runs.look(root), root)
+    if found is None:
+        return row
+    proving.findings.append(Finding("full disk unnoticed", f"{row.place}, and the run ended with exit status 0 and "
+                                                           f"without what it should have left ({found.tensor})"))
+    return replace(row, outcome="error", detail="exit status 0 although a checkpoint could not be written")
+
+# %% ../nbs/07d_scripts.ipynb #cell-098
+def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> ScriptRow:
+    "Let a killed run go to its end, and compare."
+    last = proving.runs.attempt(root, max(1, row.kills), watch=True)
+    patterns = proving.runs.script.patterns
+    if row.complete and not last.problem and publications(last.calls, patterns):
+        proving.resumed = proving.resumed or last.calls
+    torn = f" (a torn checkpoint was there: {'; '.join(before.torn.values())[:160]})" if before.torn else ""
+    if last.problem:
+        return replace(row, outcome="refused" if last.refused else "error",
+                       detail=f"{'refused' if last.refused else 'failed'} to go on: {last.problem}{torn}")
+    after = proving.runs.look(root)
+    try:
+        found = proving.difference(after, root)
+    except _Problem as problem:
+        return replace(row, outcome="error", detail=str(problem))
+    if found is not None:
+        return replace(row, outcome="different", diagnosis=found, detail=f"ended otherwise{torn}")
+    redone = _redone_at_end(proving.history, proving.direct, before, after, last.calls, row, patterns)
+    if redone is not None:
+        proving.redone.setdefault(row.point, redone)  # what was seen between two kills is known better
+    proving.runs.clear(root)
+    return replace(row, outcome="lost work") if row.point in proving.redone else row
+
+# %% ../nbs/07d_scripts.ipynb #cell-100
+def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
+    "Kill one run at its places, start it again each time, and compare what it leaves. Raises `_Problem` if it cannot."
+    runs, made = proving.runs, proving.direct.made
+    runs.check_space(proving.direct.root)
+    row = ScriptRow(point.name, point.text, len(point.places), "equal", complete=max(0, point.after),
+                    command=proving.again(point.name))
+    root, before = runs.folder(), _Left({}, {}, {})
+    for number, place in enumerate(point.places):
+        root, ended = _struck(runs, root, number, _after_resume(proving, place) if number else place)
+        if not ended.struck:
+            if not ended.problem:
+                runs.clear(root)
+            return _missed(row, ended, number)
+        if isinstance(place, Strike) and place.error and ended.status == 0:
+            return _unnoticed(proving, row, root)
+        left = runs.look(root)
+        done = point.after + number - 1
+        name = made[done - 1].name if 0 < done <= len(made) else ""
+        if number and (redone := _redone(proving.history, before, left, done, name)):
+            proving.redone[point.name] = redone
+        if not number and point.name.startswith("checkpoint"):
+            known = made[point.after - 1].name if made else max(left.trees, key=natural, default="")
+            proving.history.remember(point.after, known, left)
+        before = left
+    return _finished(proving, row, root, before)
+
+# %% ../nbs/07d_scripts.ipynb #cell-103
+def _beside(proving: _Proving, k: int, j: int) -> list[Path]:
+    "Two runs stopped right behind checkpoint `j`: one uninterrupted up to there, one killed and resumed behind `k`."
+    runs, calls, made = proving.runs, proving.direct.calls, proving.direct.made
+    places, roots = _boundaries(calls, made), []
+    for start in (0, made[k].first):
+        root = runs.folder()
+        if start:
+            runs.attempt(root, 0, strike_before(calls, places[k]))
+        stop = strike_before(calls, places[j], start) if j in places else None
+        runs.attempt(root, int(start > 0), _after_resume(proving, stop) if start and stop else stop)
+        roots.append(root)
+    return roots
+
+
+def _located(proving: _Proving, row: ScriptRow) -> ScriptRow:
+    "Find the first checkpoint that differs after the restart, in runs that are killed right behind it."
+    runs, made, k = proving.runs, proving.direct.made, row.complete
+    if k < 1 or k not in _boundaries(proving.direct.calls, made) or row.kills != 1:
+        return row
+    seen: dict[int, tuple[list[Path], list[Tree | None]]] = {}
+
+    def differs(j: int) -> bool:  # j: number of a checkpoint
+        "Whether it is another one in the resumed run; no where either side has none."
+        roots = _beside(proving, k, j)
+        seen[j] = roots, [runs.look(root).trees.get(made[j - 1].name) for root in roots]
+        a, b = seen[j][1]
+        return a is not None and b is not None and bool(_parted(a, b))
+
+    later = range(k + 1, len(made) + 1)
+    first = k + 1 if later and differs(k + 1) else first_that_differs(later[1:], differs)
+    if first is None:
+        return row
+    roots, (a, b) = seen[first]
+    assert a is not None and b is not None
+    name, old = made[first - 1].name, runs.folder()
+    paths = [(root / name, root) for root in roots]
+    if first == k + 1:  # what was there at the kill, against which a moment that began anew is parallel
+        runs.attempt(old, 0, strike_before(proving.direct.calls, _boundaries(proving.direct.calls, made)[k]))
+        paths.append((old / made[k - 1].name, old))
+    sizes = runs.reader.differences(*paths, where=_parted(a, b))
+    return replace(row, diagnosis=_described(proving.history, a, b, sizes, name))
+
+# %% ../nbs/07d_scripts.ipynb #cell-106
+_LOSS = re.compile(r"(\.|^|:)(train_)?loss(es|_history)?(\[\d+\])*$")
+
+
+def _idle(series: Sequence[Tree]) -> str:
+    "Say why a run could not have lost anything: nothing changes, or the loss never does."
+    if len(series) < 2:
+        return ""
+    first, last = series[0].leaves, series[-1].leaves
+    tensors = [where for where, text in first.items() if re.match(r"\w+\[[^\]]*[1-9]", text) and where in last]
+    weights = [where for where in tensors if _part_of(where, first[where]) == "model"] or tensors
+    if weights and all(first[where] == last[where] for where in weights):
+        return f"no weight changes from checkpoint to checkpoint ({weights[0]} and {len(weights) - 1} others)"
+    losses = {text for tree in series for where, text in tree.leaves.items() if _LOSS.search(where)}
+    if len(losses) == 1 and any(_LOSS.search(where) for where in last):
+        return f"the loss is the same at every step ({losses.pop()})"
+    return ""
+
+
+def _weigh(rows: Sequence[ScriptRow], made: int, series: Sequence[Tree]) -> tuple[Verdict, str]:
+    "Come to a verdict over all rows; `made` counts the checkpoints of one run, `series` is what they held."
     by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (*_RANK, "equal")}
     n = len(rows)
     if by["different"]:
         fine = [row.point for row in by["equal"] if row.point.startswith("checkpoint")]
         told = f"; those killed at {', '.join(fine)} do not differ" if fine else ""
         return Verdict.DIVERGENT, f"{len(by['different'])} of {n} killed runs end otherwise than the direct run{told}"
-    if why := _idle(list(series.values())):
+    if why := _idle(series):
         return Verdict.NOT_EXERCISED, why
     if by["lost work"]:
         worst = max(by["lost work"], key=lambda row: row.lost)
@@ -1657,24 +1859,60 @@ def _weigh(rows: Sequence[ScriptRow], made: int, series: Mapping[int, Tree]) -> 
     return Verdict.EQUIVALENT, f"all {len(by['equal'])} killed runs ({kills} kills) left the same checkpoints as the " \
                                f"direct run, bit for bit{late}"
 
+# %% ../nbs/07d_scripts.ipynb #cell-110
+def _points_of(direct: _Direct, script: Script, wanted: Wanted) -> list[KillPoint]:
+    "Plan every kill that is wished for."
+    points = list(_traced_points(direct.calls, direct.made, wanted) if script.trace
+                  else _polled_points(direct.written, wanted))
+    points += _random_points(direct.seconds, wanted)
+    return [point for point in points if not wanted.only or _ignored("", point.name, wanted.only)]
 
-def _idle(series: Sequence[Tree]) -> str:
-    "Say why a run could not have lost anything: nothing changes, or the loss never does."
-    if len(series) < 2:
-        return ""
-    first, last = series[0].leaves, series[-1].leaves
-    tensors = [where for where, text in first.items() if re.match(r"\w+\[[^\]]*[1-9]", text) and where in last]
-    weights = [where for where in tensors if _part_of(where, first[where]) == "model"] or tensors
-    if weights and all(first[where] == last[where] for where in weights):
-        return f"no weight changes from checkpoint to checkpoint ({weights[0]} and {len(weights) - 1} others)"
-    losses = {text for tree in series for where, text in tree.leaves.items()
-              if re.search(r"(\.|^|:)(train_)?loss(es|_history)?(\[\d+\])*$", where)}
-    count = sum(bool(re.search(r"(\.|^|:)(train_)?loss(es|_history)?(\[\d+\])*$", where)) for where in last)
-    if len(losses) == 1 and (count > 1 or len(series) > 1) and count:
-        return f"the loss is the same at every step ({losses.pop()})"
-    return ""
 
-# %% ../nbs/07d_scripts.ipynb #cell-050
+def _rows_of(proving: _Proving, points: Sequence[KillPoint], jobs: int, progress_bar: bool | None) -> list[ScriptRow]:
+    "Follow all points, those after single checkpoints first: the others are judged by what these have shown."
+    disable = None if progress_bar is None else not progress_bar
+    found: dict[str, ScriptRow] = {}
+    with (tqdm(total=len(points), desc="killed runs", unit="run", disable=disable) as bar,
+          ThreadPoolExecutor(jobs) as pool):
+        for early in (True, False):
+            chosen = [point for point in points if point.name.startswith("checkpoint") == early]
+            for row in pool.map(lambda point: _followed(proving, point), chosen):
+                found[row.point] = row
+                bar.update()
+    return [_with_loss(proving.history, found[point.name], proving.redone.get(point.name)) for point in points]
+
+
+def _proven(runs: _Runs, wanted: Wanted, again: Callable[[str], str], jobs: int, progress_bar: bool | None,
+            locate_op: bool) -> ScriptProof:
+    "Run everything, and come to a verdict. Raises `_Problem` where there is one before that."
+    direct = _uninterrupted(runs, locate_op)
+    made, history = direct.made, _History([one.name for one in direct.made])
+    proving = _Proving(runs, direct, history, again)
+    last = {one.name: number for number, one in enumerate(made, start=1)}
+    for name, number in last.items():
+        history.remember(number, name, direct.left)
+    if runs.script.trace:
+        proving.findings += durability(direct.calls, made)
+    rows = _rows_of(proving, _points_of(direct, runs.script, wanted), jobs, progress_bar)
+    bad = next((i for i, row in enumerate(rows) if row.outcome == "different"), None)
+    if bad is not None and runs.script.trace:
+        rows[bad] = _located(proving, rows[bad])
+    verdict, reason = _weigh(rows, len(made) or direct.written, list(history.ordered().values()))
+    return ScriptProof(verdict, reason, tuple(rows), tuple(proving.findings))
+
+
+def _concluded(prove: Callable[[], ScriptProof]) -> ScriptProof:
+    "Run a proof; what ends it early is a verdict too, and so is a full disk."
+    try:
+        return prove()
+    except _Problem as problem:
+        return ScriptProof(problem.verdict, str(problem))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return ScriptProof(Verdict.ERROR, f"the disk that holds the runs is full ({error}); give another directory")
+
+# %% ../nbs/07d_scripts.ipynb #cell-111
 def prove_script(
     command: Sequence[str],  # as typed; "{dir}" stands for a fresh folder, without it the command is started in one
     *,
@@ -1693,6 +1931,7 @@ def prove_script(
     ignore: Sequence[str] = (),  # globs of leaves that may differ, as "time" or "trainer_state.json:*"
     trust: bool = False,  # True unpickles checkpoints in the child without restriction, which runs code they name
     trace: bool | None = None,  # see system calls by strace; None: where it works
+    locate_op: bool = False,  # where two uninterrupted runs differ, name torch's operation that gives something else
     directory: Path | str | None = None,  # keeps all runs here; None uses a temporary folder
     environment: Mapping[str, str] | None = None,  # added to the script's environment
     jobs: int | None = None,  # runs side by side; None takes the usable cores
@@ -1703,8 +1942,9 @@ def prove_script(
 
     Raises `ValueError` for impossible wishes and `FileExistsError` where `directory` holds files.
     """
+    kills, only = tuple(kills), tuple(only)
     asked = {name: value for name, value in locals().items() if name not in ("command", "directory", "progress_bar")}
-    wanted = Wanted(tuple(kills), max_checkpoints, every_event, random_kills, chain, seed, tuple(only), max_events)
+    wanted = Wanted(kills, max_checkpoints, every_event, random_kills, chain, seed, only, max_events)
     globs = (checkpoints,) if isinstance(checkpoints, str) else tuple(checkpoints)
     more = _more_words(command, globs, wanted, steps_flag, steps)
     why_not = _no_trace(trace)
@@ -1713,27 +1953,14 @@ def prove_script(
     started = time.monotonic()
     empty = workspace_for(directory, "fttl-script-", ignore_cleanup_errors=True)
     with CheckpointReader(trust) as reader, empty as workspace:
-        again, keep = (lambda name: _again(command, asked, name)), directory is not None
-        prover = _Prover(script, reader, workspace.resolve(), wanted, ignore, again, keep)
-        prover.jobs, prover.progress_bar = jobs or usable_cores(), progress_bar
-        proof = _concluded(prover)
-    facts = {"command": list(script.command), "checkpoints": list(globs), "processes": prover.processes,
+        runs = _Runs(script, reader, workspace.resolve(), ignore, keep=directory is not None)
+        proof = _concluded(lambda: _proven(runs, wanted, lambda name: _again(command, asked, name),
+                                           jobs or usable_cores(), progress_bar, locate_op))
+    facts = {"command": list(script.command), "checkpoints": list(globs), "processes": runs.processes,
              "seconds": round(time.monotonic() - started, 1), "trusted": trust}
     return replace(proof, observed=why_not, facts=facts)
 
-# %% ../nbs/07d_scripts.ipynb #cell-051
-def _concluded(prover: _Prover) -> ScriptProof:
-    "Run a proof; what ends it early is a verdict too, and so is a full disk."
-    try:
-        return prover.prove()
-    except _Problem as problem:
-        return ScriptProof(problem.verdict, str(problem))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return ScriptProof(Verdict.ERROR, f"the disk that holds the runs is full ({error}); give another directory")
-
-
+# %% ../nbs/07d_scripts.ipynb #cell-112
 def _no_trace(wished: bool | None) -> str:
     "Say why system calls will not be seen; empty where they will. Raises `ValueError` where that was not to be."
     why_not = "not asked for" if wished is False else _no_strace()
@@ -1760,15 +1987,18 @@ def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, st
 
 
 def _again(command: Sequence[str], asked: Mapping[str, Any], name: str) -> str:
-    "Write down the command that makes one killed run again."
-    words = ["fttl", "prove-script"]
-    for option, value in asked.items():
-        if option in ("checkpoints", "ignore"):
-            words += [word for glob in ([value] if isinstance(value, str) else value)
-                      for word in (f"--{option}", glob)]
-        elif option in ("steps_flag", "steps", "seed", "resume_command") and value not in ("", None, 0):
-            told = shlex.join(value) if option == "resume_command" else str(value)
-            words.append(f"--{option.replace('_', '-')}={told}")  # joined: the script's own flag begins with dashes
-        elif option in ("trust", "every_event") and value:
-            words.append(f"--{option.replace('_', '-')}")
-    return shlex.join([*words, "--only", name, "--", *command])
+    "Write down the command that makes one killed run again: with all that decides which kill has which name."
+    words = [f"{key}={value}" for key, value in (asked["environment"] or {}).items()]
+    words = [*(["env", *words] if words else []), "fttl", "prove-script"]
+    for option, several in (("checkpoints", asked["checkpoints"]), ("ignore", asked["ignore"])):
+        words += [f"--{option}={glob}" for glob in ([several] if isinstance(several, str) else several)]
+    if tuple(asked["kills"]) != KILLS:
+        words += [f"--kills={kind.replace(' ', '-')}" for kind in asked["kills"]]
+    usual = {name: parameter.default for name, parameter in inspect.signature(prove_script).parameters.items()}
+    for option in ("steps_flag", "steps", "max_checkpoints", "max_events", "random_kills", "chain", "seed", "timeout"):
+        if asked[option] != usual[option]:  # joined: the script's own flag begins with dashes
+            words.append(f"--{option.replace('_', '-')}={asked[option]}")
+    words += [f"--resume-command={shlex.join(asked['resume_command'])}"] if asked["resume_command"] else []
+    flags = {"every-event": asked["every_event"], "trust": asked["trust"], "no-trace": asked["trace"] is False}
+    words += [f"--{flag}" for flag, wished in flags.items() if wished]
+    return shlex.join([*words, f"--only={name}", "--", *command])

@@ -622,6 +622,9 @@ def test_the_full_state_experiment_is_proven_and_misses_whatever_is_left_out() -
     proof = json.loads(done.stdout)
     assert done.returncode == 0 and proof["verdict"] == "EQUIVALENT", done.stdout + done.stderr
     assert len(proof["rows"]) > 40
+    places = " ".join(row["boundary"] for row in proof["rows"])
+    assert all(f"step {place}" in places for place in ("1, step boundary", "2, step boundary", "4, in_evaluation",
+                                                       "6, in_accumulation", "12, after_update"))
     left_out = {knockout["participant"]: knockout["outcome"] for knockout in proof["knockouts"]}
     assert left_out == dict.fromkeys(["model", "ema", "optimizer", "progress", "rng"], "caught")
 
@@ -646,6 +649,30 @@ def test_a_trainer_of_ones_own_is_proven_certified_and_checked(tmp_path: Path) -
     ):
         assert_refused(fttl("prove", *arguments, cwd=tmp_path), 2, told)
     assert_refused(fttl("check-certificate", "page.html", cwd=tmp_path), 2, "expected a certificate")
+
+
+def test_a_run_that_does_not_repeat_itself_is_told_with_the_operation(tmp_path: Path) -> None:
+    run = ("prove", "--run", "fault_tolerant_transformer_lab.equivalence:example_run", "--steps", 4)
+    done = fttl(*run, "--with", "fault=not deterministic", "--locate-op", "--html", "page.html", "--junit", "junit.xml",
+                cwd=tmp_path)
+    assert done.returncode == 1 and "NONDETERMINISTIC" in done.stdout
+    [told] = [line for line in done.stdout.splitlines() if line.startswith("  operation: ")]
+    assert "step 3, operation " in told and "bernoulli" in told and " in model.2, called at " in told
+    for name in ("page.html", "junit.xml"):
+        assert "bernoulli" in (tmp_path / name).read_text()
+
+
+def test_what_may_be_lost_how_often_and_where_are_flags(tmp_path: Path) -> None:
+    run = ("prove", "--run", "fault_tolerant_transformer_lab.equivalence:example_run", "--steps", 5, "--in-process",
+           "--with", "fault=average left out", "--json")
+    first = json.loads(fttl(*run).stdout)
+    done = fttl(*run, "--expendable", "run.average", "--interrupt-at", 2, "--interrupt-at", 3, "--resumes", 2)
+    proof = json.loads(done.stdout)
+    assert first["verdict"] == "NOT_EXERCISED" and "run.average" in first["reason"]
+    assert done.returncode == 0 and [row["point"] for row in proof["rows"][1:]] == [
+        "clean@2", "clean@3", "clean@2+clean@3", "clean@3+clean@4"]
+    assert_refused(fttl("prove", "--expendable", "run.average"), 2, "--expendable: expected with --run")
+    assert_refused(fttl(*run, "--interrupt-at", 9), 2, "interrupt_at: expected steps from 1 to 5")
 
 
 def test_a_script_is_proven_and_saves_are_planned(tmp_path: Path) -> None:

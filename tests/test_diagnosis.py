@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,9 @@ from fault_tolerant_transformer_lab.diagnosis import (
     first_that_differs,
     locate_operation,
     of_divergence,
+    with_operation,
 )
-from fault_tolerant_transformer_lab.equivalence import ExampleRun, example_run, prove_restart, run_from
+from fault_tolerant_transformer_lab.equivalence import ExampleRun, Verdict, example_run, prove_restart, run_from
 from fault_tolerant_transformer_lab.suspects import OUTSIDE
 
 quick = functools.partial(prove_restart, in_process=True, resumes=1, knock_out=False, progress_bar=False)
@@ -84,6 +86,71 @@ def test_the_operation_that_gives_other_numbers_is_named_in_the_backward_pass_to
     assert located is not None and located.operation.startswith("aten.rand")
     assert located.step == 1 and "called at test_diagnosis.py:" in str(located)
     assert locate_operation(example_run, step=2) is None
+
+
+class NumpyNoise(ExampleRun):
+    "Adds noise that NumPy makes and nobody seeded."
+
+    def _noisy(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.from_numpy(np.random.default_rng().normal(size=inputs.shape).astype(np.float32))
+
+
+class UnseededStart(ExampleRun):
+    "Begins with other weights each time."
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator()
+        generator.seed()
+        torch.nn.init.normal_(self.head.weight, generator=generator)
+
+
+def numpy_noise(directory: Path) -> NumpyNoise:
+    return NumpyNoise()
+
+
+def unseeded_start(directory: Path) -> UnseededStart:
+    return UnseededStart()
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(("make_run", "words"), [
+    (functools.partial(example_run, fault="not deterministic"), ["step 3, operation ", "bernoulli", " in model.2,"]),
+    (numpy_noise, ["step 1, operation ", "called at test_diagnosis.py:", "from outside of torch"]),
+    (unseeded_start, ["while the run was made", "aten.normal_", "called at "])], ids=["dropout", "numpy", "start"])
+def test_an_abstaining_proof_names_the_operation_in_the_process_it_was_run_in(make_run, words, in_process) -> None:
+    proof = prove_restart(make_run, steps=4, interrupt_at=[2], in_process=in_process, resumes=1, knock_out=False,
+                          progress_bar=False)
+    told = with_operation(proof, make_run)
+    assert proof.verdict is Verdict.NONDETERMINISTIC and "operation" not in proof.facts
+    for said in (str(told), str(diagnosis_of(told)), told.to_json()):
+        assert all(word in said for word in words), said
+
+
+def test_what_cannot_be_recorded_is_said_and_changes_no_verdict() -> None:
+    class FailsWhenRecorded(ExampleRun):
+        def advance(self) -> float:
+            from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+            if _get_current_dispatch_mode() is not None:
+                raise RuntimeError("no modes here")
+            self.fault = "not deterministic"
+            return super().advance()
+
+    make_run = lambda directory: FailsWhenRecorded()  # noqa: E731
+    proof = quick(make_run, steps=4, interrupt_at=[2])
+    told = with_operation(proof, make_run)
+    assert told.verdict is proof.verdict is Verdict.NONDETERMINISTIC
+    assert "the run failed while its operations were recorded (RuntimeError: no modes here)" in str(told)
+
+
+def test_what_differs_now_and_then_is_not_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsteady = functools.partial(example_run, fault="not deterministic")
+    proof = quick(unsteady, steps=4, interrupt_at=[2])
+    told = with_operation(proof, example_run)  # that repeats itself, as the other one may by chance
+    assert "not found: recorded twice more" in told.facts["operation"]
+    sound = quick(example_run, steps=3, interrupt_at=[1])
+    assert with_operation(sound, example_run) is sound
 
 
 def test_a_run_made_of_a_function_is_proven_and_diagnosed() -> None:

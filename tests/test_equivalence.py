@@ -125,6 +125,46 @@ def test_train_survives_stops_signals_and_kills() -> None:
         ("model", "optimizer", "progress", "rng"), "caught")
 
 
+def text_config(folder: Path, **changes: Any) -> ExperimentConfig:
+    "An experiment with an epoch's end, a warm-up, accumulation and evaluation within ten steps."
+    (folder / "text.txt").write_text("a run is more than its weights, and less than its machine. " * 22)
+    return ExperimentConfig(**{
+        "vocab_size": 257, "block_size": 16, "d_model": 8, "n_heads": 2, "n_layers": 1, "dropout": 0.1, "seed": 5,
+        "steps": 9, "batch_size": 8, "grad_accumulation": 2, "learning_rate": 1e-2, "checkpoint_every": 3,
+        "eval_every": 4, "data": f"text:{folder / 'text.txt'}", "tokenizer": "byte",
+        "schedule": {"kind": "cosine", "warmup_steps": 3, "horizon": 12, "floor": 0.1}, **changes})
+
+
+def test_the_default_of_train_covers_every_place_where_a_loop_has_most_to_lose(tmp_path: Path) -> None:
+    config = text_config(tmp_path)
+    batches = TrainingRun(config).batches
+    [end] = [step for step in range(1, 9) if batches.epoch_of(step) > batches.epoch_of(step - 1)]
+    assert 3 < end < 8
+    proof = prove_training(config, progress_bar=False, knock_out=False)
+    proof.raise_if_different()
+    rows = [(row.stopped, row.boundary) for row in proof.rows]
+    splits = {1, 2, end - 1, end, end + 1}
+    assert {("clean stop", f"step {step}, step boundary") for step in splits} <= set(rows)
+    assert {("SIGKILL", place) for place in (
+        "step 1, after_update", "step 2, after_update", f"step {end}, after_update", "step 9, after_backward",
+        "step 9, after_update", "step 4, in_evaluation", "step 6, in_accumulation")} <= set(rows)
+    assert any("during_restore" in boundary and "after_restore" in boundary for _, boundary in rows)
+    assert any(stopped == "SIGKILL ×3" for stopped, _ in rows) and len(set(rows)) == len(rows)
+
+
+def test_only_the_steps_asked_for_are_interrupted() -> None:
+    proof = prove_training(SMALL, interrupt_at=[3], how="clean", resumes=1, knock_out=False, progress_bar=False)
+    assert [row.point for row in proof.rows] == ["", "clean@3"]
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, {"the first step": [1], "warm-up": [2], "an epoch's end": [5, 4, 6], "evaluation": [4], "the last step": [9]}),
+    ({"eval_every": 0, "steps": 1, "schedule": {"kind": "constant"}},
+     {"the first step": [1], "warm-up": [], "an epoch's end": [], "evaluation": [], "the last step": [1]})])
+def test_the_steps_with_most_to_lose(changes: dict, expected: dict, tmp_path: Path) -> None:
+    assert equivalence.telling_steps(text_config(tmp_path, **changes), epoch_end=5) == expected
+
+
 # --- What must be found different
 
 EXPECTED = {  # fault: step, restoring, first leaf, suspect
@@ -186,6 +226,50 @@ def test_an_average_outside_the_checkpoint_is_no_equivalence() -> None:
     assert proof.verdict is Verdict.NOT_EXERCISED and "did not survive: run.average" in proof.reason
     in_process(faulty("average left out"), steps=4, interrupt_at=[2], knock_out=False,
                expendable=["run.average"]).raise_if_different()
+
+
+def test_a_learning_rate_that_the_resume_sets_is_no_equivalence() -> None:
+    class SetsItsRate(ExampleRun):
+        "Multiplies each rate once it was resumed, as a script does that is started again with another flag."
+
+        def advance(self) -> float:
+            if self.resumed_at < 0 and self.progress.step:
+                self.optimizer.register_step_pre_hook(lambda optimizer, *_: [
+                    group.update(lr=group["lr"] * 1.5) for group in optimizer.param_groups] and None)
+            return super().advance()
+
+    found = first_row(in_process(lambda directory: SetsItsRate(), steps=4, interrupt_at=[2], resumes=1)).divergence
+    assert found is not None and (found.step, found.suspect) == (3, "learning rate")
+
+
+def test_a_bug_of_one_split_is_found_by_the_default_splits() -> None:
+    class AtThePassesEnd(ExampleRun):
+        "Goes wrong only where it is resumed exactly at the end of a pass over its data, after six steps."
+
+        def advance(self) -> float:
+            if self.resumed_at < 0 and self.progress.step == 6:
+                self.passes.behind = 4
+            return super().advance()
+
+    proof = in_process(lambda directory: AtThePassesEnd(), steps=9, knock_out=False, resumes=1)
+    assert proof.verdict is Verdict.DIVERGENT
+    assert [row.point for row in proof.rows if row.outcome == "different"] == ["clean@6"]
+
+
+def test_a_generator_that_advances_and_belongs_to_nobody_makes_the_verdict_abstain() -> None:
+    class Samples(ExampleRun):
+        "Draws what it shows to its user from a generator of its own, which no loss depends on."
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shown = torch.Generator().manual_seed(3)
+
+        def advance(self) -> float:
+            torch.rand(3, generator=self.shown)
+            return super().advance()
+
+    proof = in_process(lambda directory: Samples(), steps=4, interrupt_at=[2], knock_out=False)
+    assert proof.verdict is Verdict.NOT_EXERCISED and "did not survive: run.shown" in proof.reason
 
 
 def test_scratch_that_every_step_writes_anew_is_not_called_lost() -> None:
@@ -484,6 +568,8 @@ def test_a_proof_costs_no_more_than_it_says() -> None:
         full = in_process(example_run, steps=n).facts["cost"]
         cheap = in_process(example_run, steps=n, mode="inductive").facts["cost"]
         assert full["proof"] <= full["bound"] == n / 2 + 3 and cheap["proof"] <= cheap["all"] <= cheap["bound"] == 4
+    killed = quietly(example_run, steps=2, interrupt_at=[1], boundaries=["after_update"], knock_out=False)
+    assert killed.facts["cost"]["bound"] is None  # a run that is to be killed is run from its beginning each time
     assert full["uninterrupted"] == 2 and full["recovered"] == (7 * 8 / 2 + 4) / 8  # singles, and a chain of three
     assert cheap == {"uninterrupted": 2.0, "recovered": 0.875, "left out": 0.625, "proof": 2.875, "all": 3.5,
                      "bound": 4.0}
@@ -589,6 +675,29 @@ def test_a_forked_child_does_not_inherit_a_generator_that_nobody_seeded() -> Non
 
 def test_a_run_in_process_does_not_inherit_one_either() -> None:
     assert in_process(noisy_run, steps=3, interrupt_at=[2], knock_out=False).verdict is Verdict.NONDETERMINISTIC
+
+
+class TorchUnseeded(ExampleRun):
+    "Begins with the weights that a new process gives: torch seeds its generator from the operating system."
+
+    def __init__(self) -> None:
+        state = torch.get_rng_state()
+        super().__init__()
+        torch.set_rng_state(state)
+        self.head.reset_parameters()
+
+
+def torch_unseeded(directory: Path) -> TorchUnseeded:
+    return TorchUnseeded()
+
+
+@pytest.mark.parametrize("prove_it", [quietly, in_process])
+def test_a_run_that_does_not_seed_torch_begins_otherwise_in_each_process(prove_it) -> None:
+    proof = prove_it(torch_unseeded, steps=2, interrupt_at=[1], knock_out=False)
+    assert proof.verdict is Verdict.NONDETERMINISTIC and "seed it in make_run" in str(proof)
+    seen = {subprocess.run([sys.executable, "-c", "import torch; print(torch.initial_seed())"], capture_output=True,
+                           text=True, check=True).stdout for _ in range(2)}
+    assert len(seen) == 2  # as a real new process has it
 
 
 def test_a_generator_that_is_not_seeded_is_named_with_the_remedy() -> None:

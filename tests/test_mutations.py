@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from fault_tolerant_transformer_lab import script_proof
 from fault_tolerant_transformer_lab.contract import Contract, Progress, RandomGenerators
 from fault_tolerant_transformer_lab.equivalence import example_run, like_a_fresh_process
 from fault_tolerant_transformer_lab.mutations import (
@@ -23,6 +25,7 @@ from fault_tolerant_transformer_lab.mutations import (
 )
 
 # `FTTL_STATISTICS=200 pytest tests/test_mutations.py` runs the whole campaign; the default is CI's part of it.
+ROOT = Path(__file__).resolve().parent.parent
 N = int(os.environ.get("FTTL_STATISTICS", "6"))
 
 
@@ -108,8 +111,27 @@ def test_no_sound_trainer_is_called_divergent_and_no_fault_equivalent() -> None:
     assert sum(told.planted.values()) == N and "EQUIVALENT" not in told.planted and "ERROR" not in told.planted
 
 
+def statistics() -> dict:
+    "The benchmark that kills scripts drawn at random, loaded by its path."
+    return runpy.run_path(str(ROOT / "benchmarks" / "proof_statistics.py"))
+
+
+@pytest.mark.skipif(bool(script_proof._no_strace()), reason=script_proof._no_strace() or "none")
+def test_no_sound_script_is_called_divergent_and_no_fault_equivalent() -> None:
+    told = statistics()["script_campaign"](max(3, N // 2), first_seed=10_000)
+    assert told.wrong == [] and told.sound == {"EQUIVALENT": max(3, N // 2)}
+    assert "EQUIVALENT" not in told.planted and sum(told.planted.values()) == max(3, N // 2)
+
+
+def test_the_scripts_drawn_cover_what_they_should() -> None:
+    loop = runpy.run_path(str(ROOT / "tests" / "trainers" / "drawn_loop.py"))
+    drawn = [loop["drawn"](seed) for seed in range(200)]
+    for name, n in {"optimizer": 4, "schedule": 4, "noise": 3, "form": 5, "width": 5, "ema": 2, "every": 2}.items():
+        assert len({about[name] for about in drawn}) == n, name
+    assert len({fault for seed in range(200) for fault in loop["faults_of"](seed)}) == 14
+
+
 def test_the_published_statistics_are_of_two_hundred_each_without_a_wrong_verdict() -> None:
-    path = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "proof_statistics.json"
-    told = json.loads(path.read_text())
+    told = json.loads((ROOT / "benchmarks" / "results" / "proof_statistics.json").read_text())
     assert told["n"] == sum(told["sound"].values()) == sum(told["planted"].values()) == 200
     assert told["wrong"] == [] and told["sound"] == {"EQUIVALENT": 200}

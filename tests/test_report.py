@@ -1,18 +1,23 @@
 """The page, the JUnit file and the command that runs a failing point again."""
 
 import functools
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from fault_tolerant_transformer_lab.equivalence import Proof, Verdict, example_run, prove_restart
+from fault_tolerant_transformer_lab.cli import argument_from
+from fault_tolerant_transformer_lab.config import ExperimentConfig, canonical_json
+from fault_tolerant_transformer_lab.equivalence import Proof, Row, Verdict, example_run, prove_restart, prove_training
 from fault_tolerant_transformer_lab.report import (
     command_for,
     difference_map,
@@ -128,7 +133,7 @@ def test_ci_is_red_whenever_the_verdict_is_not_equivalent(fault: str, verdict: V
 
 
 def test_a_failing_case_tells_how_to_run_it_again(failed: Proof) -> None:
-    suite = ElementTree.fromstring(junit_report(failed, make_run=LOST)).find("testsuite")
+    suite = ElementTree.fromstring(junit_report(failed, target=LOST)).find("testsuite")
     assert suite is not None
     texts = [case.find("failure").text for case in suite if case.find("failure") is not None]  # type: ignore[union-attr]
     assert "again: fttl prove --run fault_tolerant_transformer_lab.equivalence:example_run --with" in texts[1]
@@ -152,6 +157,52 @@ def test_an_error_is_an_error_and_escape_sequences_do_not_break_the_file() -> No
 def test_a_function_that_nobody_can_import_leaves_a_blank(failed: Proof) -> None:
     command = command_for(failed, failed.rows[1], lambda directory: None)
     assert "--run MODULE:FUNCTION" in command and command == command_for(failed, failed.rows[1])
+
+
+def pasted(command: str, folder: Path) -> dict:
+    "Run a printed command in a shell, as whoever pastes it does, and give the row that it is about."
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(f"{command} --json", shell=True, cwd=folder, env={**os.environ, "PATH": path},
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1) and done.stdout, done.stderr
+    (row,) = [row for row in json.loads(done.stdout)["rows"] if row["point"]]
+    return row
+
+
+def as_json(row: Row) -> dict:
+    return json.loads(json.dumps(asdict(row)))
+
+
+FEW = ("point", "outcome", "segments", "losses", "differing", "replayed")
+
+
+@pytest.mark.parametrize("wishes", [
+    {"in_process": True}, {"in_process": True, "mode": "inductive", "horizon": 2},
+    {"how": "sigkill", "boundaries": ["after_update"], "expendable": ["run.counter"]}], ids=["clean", "cheap", "kill"])
+def test_a_printed_command_gives_the_same_row_again(wishes: dict, tmp_path: Path) -> None:
+    proof = prove_restart(LOST, steps=4, interrupt_at=[2], knock_out=False, resumes=1, progress_bar=False, **wishes)
+    row = next(row for row in proof.rows if row.outcome == "different")
+    again, before = pasted(command_for(proof, row, LOST), tmp_path), as_json(row)
+    assert {name: again[name] for name in FEW} == {name: before[name] for name in FEW}
+    assert again["divergence"] == before["divergence"]
+
+
+@pytest.mark.parametrize("from_a_file", [True, False])
+def test_a_printed_command_of_this_labs_loop_is_whole_too(from_a_file: bool, tmp_path: Path) -> None:
+    config = ExperimentConfig(vocab_size=64, block_size=8, d_model=8, n_heads=2, n_layers=1, dropout=0.1, seed=5,
+                              steps=4, batch_size=2, learning_rate=1e-2, checkpoint_every=2)
+    (tmp_path / "it's mine.json").write_text(canonical_json(config.describe()))
+    proof = prove_training(config, points=["sigkill@3:after_update"], knock_out=False, progress_bar=False)
+    command = command_for(proof, proof.rows[1], Path("it's mine.json") if from_a_file else None)
+    again, before = pasted(command, tmp_path), as_json(proof.rows[1])
+    assert {name: again[name] for name in FEW} == {name: before[name] for name in FEW} and again["replayed"] == 1
+
+
+@pytest.mark.parametrize("value", ["a text", "3", "true", "null", "[1]", 3, 0.5, True, None, [1, "b"], {"a": 1}, ""])
+def test_an_argument_is_read_back_as_what_it_was(value: object, failed: Proof) -> None:
+    command = command_for(failed, failed.rows[1], functools.partial(example_run, fault=value))
+    words = shlex.split(command)
+    assert argument_from(words[words.index("--with") + 1]) == ("fault", value)
 
 
 def test_bars_lie_where_the_steps_were(failed: Proof) -> None:

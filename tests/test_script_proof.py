@@ -1,7 +1,9 @@
 """Script mode on scripts that are really killed: each verdict, each planted bug, each way of writing a checkpoint."""
 
+import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,12 +88,52 @@ def test_starting_over_silently_is_lost_work_though_the_end_is_equal(words):
     assert "3 steps of work lost" in next(row.detail for row in proof.rows if row.point == "checkpoint-3")
 
 
+@needs_strace
+@pytest.mark.parametrize("wishes", [{"only": ["checkpoint-1"]}, {"kills": ["chain"], "chain": 2},
+                                    {"kills": ["events"], "max_events": 2}])
+@pytest.mark.parametrize("words", [(), ("--series",)])
+def test_starting_over_is_lost_work_though_one_checkpoint_was_there(words, wishes):
+    proof = prove("starts over", *words, **wishes)
+    assert proof.verdict == "LOST_WORK", proof
+    assert prove("", *words, **wishes).verdict == "EQUIVALENT"
+
+
 def test_two_runs_that_differ_leave_nothing_to_judge():
     proof = prove("unseeded", "--series", only=["checkpoint-1"])
     assert proof.verdict == "NONDETERMINISTIC" and proof.rows == ()
     assert "step 1, step-1.safetensors:model.weight" in proof.reason
     assert prove("unseeded", "--series", ignore=["model.*", "ema.*", "optimizer.*"], only=["checkpoint-2"]).verdict != \
         "NONDETERMINISTIC"
+
+
+def test_the_operation_that_makes_two_runs_differ_is_named_in_a_script_that_knows_nothing_of_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")  # somebody's own stays in force
+    script = tmp_path / "train.py"
+    script.write_text("""import multiprocessing, sys
+import torch
+print(multiprocessing.get_context("fork").Pool(1).map(abs, [-1]))
+torch.manual_seed(1)
+net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+for step in range(2):
+    if step:
+        torch.seed()
+    loss = net(torch.ones(64, 2)).sum()
+    loss.backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+torch.save(net.state_dict(), sys.argv[1] + "/ckpt.pt")
+""")
+    proof = prove_script([sys.executable, str(script), "{dir}"], checkpoints="ckpt.pt", locate_op=True, trace=False,
+                         environment={"PYTHONPATH": str(tmp_path)}, progress_bar=False, directory=tmp_path / "runs")
+    assert proof.verdict == "NONDETERMINISTIC", proof
+    told = proof.reason.partition("; operation: ")[2]
+    assert told.startswith("step 2, operation ") and "bernoulli" in told and "in Dropout, called at train.py:9" in told
+    assert all(log.read_text().startswith("mine") for log in (tmp_path / "runs").rglob("said-0.log"))
+
+
+def test_no_operation_is_made_up_for_a_script_without_torch():
+    proof = prove("unseeded", "--series", only=["checkpoint-1"], locate_op=True)
+    assert proof.verdict == "NONDETERMINISTIC"
+    assert "operation: not found: no operation of torch was seen" in proof.reason
 
 
 @needs_strace
@@ -121,6 +163,17 @@ def test_a_script_that_hangs_is_ended():
     started = time.monotonic()
     proof = prove_script(command, checkpoints="*", timeout=1.0, trace=False, progress_bar=False)
     assert proof.verdict == "ERROR" and "did not end" in proof.reason and time.monotonic() - started < 60
+
+
+@needs_strace
+def test_a_drift_of_the_threads_is_laid_on_the_environment():
+    command = [sys.executable, str(TRAINERS / "threads_loop.py"), "--out", "{dir}"]
+    prove_drift = functools.partial(prove_script, checkpoints="ckpt.pt", only=["checkpoint-1"], progress_bar=False)
+    found = prove_drift([*command, "--drift"])
+    assert found.verdict == "DIVERGENT", found
+    suspects = found.worst.diagnosis.suspects
+    assert [suspect.name for suspect in suspects] == ["environment"] and "threads" in suspects[0].reason
+    assert prove_drift(command).verdict == "EQUIVALENT"
 
 
 # How checkpoints are written, as the kernel saw it
@@ -278,9 +331,37 @@ def test_the_report_is_json_and_junit_and_names_a_command_for_each_row():
     proof = prove("generator not restored", only=["checkpoint-1", "checkpoint-2"])
     plain = json.loads(proof.to_json())
     assert plain["verdict"] == "DIVERGENT" and plain["rows"][0]["diagnosis"]["suspects"][0]["name"] == "generator"
-    suite = xml.etree.ElementTree.fromstring(proof.to_junit())
+    suite = xml.etree.ElementTree.fromstring(proof.to_junit()).find("testsuite")
     assert len(suite.findall("testcase")) == len(suite.findall("testcase/failure")) == 3 == int(suite.get("failures"))
-    assert "--only checkpoint-1" in proof.rows[0].command and "--steps-flag=--steps" in proof.rows[0].command
+    assert "again: fttl prove-script" in suite.findall("testcase/failure")[1].text
+    assert "--only=checkpoint-1" in proof.rows[0].command and "--steps-flag=--steps" in proof.rows[0].command
+
+
+def pasted(command, folder):
+    "Run a printed command in a shell, and give the row that it is about."
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(command.replace(" -- ", " --json -- ", 1), shell=True, cwd=folder, capture_output=True,
+                          text=True, env={**os.environ, "PATH": path}, timeout=300)
+    assert done.returncode in (0, 1) and done.stdout, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    return row
+
+
+@needs_strace
+@pytest.mark.parametrize(("bug", "wishes", "point"), [
+    ("generator not restored", {"only": ["checkpoint-2"], "chain": 2}, "checkpoint-2"),
+    ("momentum not restored", {"kills": ["events"], "max_events": 3, "seed": 4, "environment": {"WHY": "it's a test"}},
+     "event-"),
+    ("batch repeated", {"kills": ["chain", "disk full"], "chain": 2, "ignore": ["ema.*", "rng"]}, "chain-2")])
+def test_a_printed_command_kills_the_same_run_at_the_same_place_again(bug, wishes, point, tmp_path):
+    proof = prove(bug, **wishes)
+    row = next(row for row in proof.rows if row.outcome == "different" and row.point.startswith(point))
+    again = pasted(row.command, tmp_path)
+    drawn = re.compile(r"\.tmp\w+")  # a library's temporary file has another name each time
+    assert (again["point"], again["outcome"]) == (row.point, "different")
+    assert drawn.sub("", again["place"]) == drawn.sub("", row.place)
+    if row == proof.worst:  # where it begins is looked for in the first row alone
+        assert again["diagnosis"]["tensor"] == row.diagnosis.tensor and again["diagnosis"]["step"] == row.diagnosis.step
 
 
 @pytest.mark.parametrize(("wishes", "told"), [
