@@ -871,17 +871,28 @@ def inspection(
 # %% ../nbs/10_cli.ipynb #cell-089
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    "Print a checkpoint's header, lineage and tensors; no tensor is read. A folder stands for its newest sound header."
+    """Print a checkpoint's header, lineage and tensors, and where a run's time went; no tensor is read.
+
+    A folder stands for its newest sound header.
+    """
 
     path: _PathArgument  # a checkpoint, a folder of checkpoints, or a run folder
     json: bool = False  # print JSON in place of text
 
-    def run(self) -> Outcome:  # the header
+    def run(self) -> Outcome:  # the header, and of a run also where its time went
         "Read the header and describe it."
         path, manifest = latest_of(self.path, headers_only=True)
-        return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
+        ledger = self.path / "ledger.jsonl"
+        if not os.path.lexists(ledger):
+            return Outcome(as_json(plain_manifest(path, manifest)) if self.json else inspection(path, manifest))
+        from fault_tolerant_transformer_lab.ledger import describe_account, read_ledger
 
-# %% ../nbs/10_cli.ipynb #cell-093
+        account = read_ledger(ledger)
+        if self.json:
+            return Outcome(as_json(plain_manifest(path, manifest) | {"ledger": account.to_plain()}))
+        return Outcome(f"{inspection(path, manifest)}\n{describe_account(account)}")
+
+# %% ../nbs/10_cli.ipynb #cell-095
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -941,7 +952,7 @@ class Diff:
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-100
+# %% ../nbs/10_cli.ipynb #cell-102
 def new_file(
     path: Path,  # to be written
 ) -> None:
@@ -1008,7 +1019,7 @@ def written(
     return f"{file}: {counted(n, 'tensor')}, {size(published.n_bytes)}, of step {published.step}, from {source}\n"\
         f"state {published.state_digest}"
 
-# %% ../nbs/10_cli.ipynb #cell-102
+# %% ../nbs/10_cli.ipynb #cell-104
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -1043,7 +1054,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-104
+# %% ../nbs/10_cli.ipynb #cell-106
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -1088,7 +1099,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-108
+# %% ../nbs/10_cli.ipynb #cell-110
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -1322,7 +1333,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-118
+# %% ../nbs/10_cli.ipynb #cell-120
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1378,7 +1389,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-123
+# %% ../nbs/10_cli.ipynb #cell-125
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -1432,7 +1443,7 @@ class Plan:
 
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
-# %% ../nbs/10_cli.ipynb #cell-128
+# %% ../nbs/10_cli.ipynb #cell-130
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1466,7 +1477,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-133
+# %% ../nbs/10_cli.ipynb #cell-135
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1510,7 +1521,7 @@ class Crashtest:
             write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
         return report_outcome(report)
 
-# %% ../nbs/10_cli.ipynb #cell-136
+# %% ../nbs/10_cli.ipynb #cell-138
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1560,7 +1571,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-140
+# %% ../nbs/10_cli.ipynb #cell-142
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1603,7 +1614,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-142
+# %% ../nbs/10_cli.ipynb #cell-144
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1644,7 +1655,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-144
+# %% ../nbs/10_cli.ipynb #cell-146
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -48,8 +48,8 @@ from .publication import Disk, NoCheckpointError, Published, place_of
 from .sharded import TOLD_BY, RankStore, agree, read_generation
 from fault_tolerant_transformer_lab.training import (
     BOUNDARIES,
+    FolderSession,
     Interrupted,
-    MetricsLog,
     OnBoundary,
     RunDisk,
     RunResult,
@@ -69,7 +69,7 @@ from fault_tolerant_transformer_lab.training import (
 _logger = logging.getLogger(__name__)
 
 
-class RankSession:
+class RankSession(FolderSession):
     "One rank's call of `train_distributed`: its run, the folder, and what is known of it so far."
 
     def __init__(
@@ -79,17 +79,9 @@ class RankSession:
         store: RankStore,  # entered
         disk: RunDisk,  # all writing goes through its `operation`
     ) -> None:
-        self.run, self.directory, self.store, self.disk = run, directory, store, disk
-        self.log = MetricsLog(directory / "metrics.jsonl", disk)
-        self.begun = time.perf_counter()
-        self.resumed_from: int | None = None
-        self.starts: list[int] = []
-        self.cadences: list[int] = []
-        self.checkpoint: Path | None = None
-        self.state_digest: str | None = None
-        self.saved: int | None = None
-        self.failed_saves = 0
-        self.notes: list[str] = []
+        super().__init__(directory, disk)
+        self.run: RankRun = run
+        self.store = store
 
     def note(
         self,
@@ -97,15 +89,11 @@ class RankSession:
         level: int = logging.INFO,  # of the log record
     ) -> None:
         "Keep a line for the result; rank 0 tells whoever watches."
-        self.notes.append(text)
-        if self.run.ranks.is_first:
-            _logger.log(level, text)
+        super().note(text, level if self.run.ranks.is_first else logging.DEBUG)
 
-    def require_folder(self) -> None:
-        "Raise `TrainingError` where the run's folder is gone."
-        if not self.store.directory.is_dir():
-            raise TrainingError(f"{place_of(self.directory)}/ was moved or deleted while the run was writing; put it "
-                                "back")
+    def is_in_place(self) -> bool:
+        "Whether the store's directory is at its path."
+        return self.store.directory.is_dir()
 
     def save(
         self,
@@ -113,19 +101,25 @@ class RankSession:
         last: bool = False,  # the run ends here: the save is waited for
     ) -> None:
         "Publish the completed step with all other ranks, after the log that belongs to it."
-        self.settle()
-        step = self.run.progress.step
-        self.disk.saving = step
-        if self.run.ranks.is_first:
-            self.log.sync()
-        if last or self.run.config.checkpoint_mode == "sync":
-            self._note_saved(self.store.save(self.run.contract, step=step))
-        else:
-            self.disk.in_background = True
-            self.store.save_async(self.run.contract, step=step)
+        with self.ledger.phase("stalled"):
+            self._wait()
+            step = self.run.progress.step
+            self.disk.saving = step
+            if self.run.ranks.is_first:
+                self.log.sync()
+            if last or self.run.config.checkpoint_mode == "sync":
+                self._note_saved(self.store.save(self.run.contract, step=step))
+            else:
+                self.disk.in_background = True
+                self.store.save_async(self.run.contract, step=step)
 
     def settle(self) -> None:
         "Wait for a save in the background, where there is one."
+        if self.disk.in_background:
+            with self.ledger.phase("stalled"):
+                self._wait()
+
+    def _wait(self) -> None:
         if (published := self.store.wait()) is not None:
             self._note_saved(published)
 
@@ -184,7 +178,8 @@ def resume_as_wished(
             raise NoCheckpointError(f"{place_of(store.directory)}: expected a checkpoint to resume from, found none; "
                                     "check the path, or use resume='auto' to begin at step 0")
         return
-    restored = store.restore(run.contract, step=step, allow_environment_change=allow_environment_change)
+    with session.ledger.phase("restoring"):
+        restored = store.restore(run.contract, step=step, allow_environment_change=allow_environment_change)
     if restored.anew:
         RankGenerators(run.ranks).seed(run.config.seed, restored.step)
         session.note(f"another world or mode: {', '.join(restored.anew)} of each rank began anew from the seed, the "
@@ -229,29 +224,31 @@ def train_rank(
         stack.enter_context(store)
         session = RankSession(build_run(config, ranks, parallel, on_boundary), folder, store, run_disk)
         stack.enter_context(closing(session.log))
+        stack.enter_context(session.ledger)
         if ranks.is_first:
             session.starts, session.cadences = earlier_starts(folder / "manifest.json", config.log_every)
         resume_as_wished(session, resume, resume_from, allow_environment_change)
         goal = config.steps if stop_after_step is None else min(config.steps, stop_after_step)
         advanced = session.run.progress.step < goal
         if ranks.is_first:
-            open_log(cast(Any, session))
+            open_log(session)
             if advanced:
-                write_manifest(cast(Any, session))
+                write_manifest(session)
+                session.ledger.open(session.run.progress.step, session.reached)
         _advance(session, goal, stop)
-        agree(lambda: finish(cast(Any, session), advanced).steps if ranks.is_first else None, store._group)
+        result = _finished(session, advanced)
         if stop.signal is not None or (session.run.stopping and session.run.progress.step < goal):
             raise Interrupted(stop.signal or signal.SIGTERM, session.checkpoint, session.run.progress.step)
-        losses = session.run.progress.losses
-        return RunResult(
-            directory=folder, steps=session.run.progress.step, tokens=session.run.progress.tokens_seen,
-            parameters=sum(p.numel() for p in session.run.model.parameters()),
-            initial_loss=float(losses[0]) if len(losses) else None,
-            final_loss=float(losses[-1]) if len(losses) else None,
-            state_digest=session.state_digest, fingerprint=config.fingerprint(), resumed_from=session.resumed_from,
-            checkpoint=f"checkpoints/{session.checkpoint.name}" if session.checkpoint else None,
-            finished=session.run.progress.step >= config.steps, interruptions=max(0, len(session.starts) - 1),
-            elapsed_seconds=round(time.perf_counter() - session.begun, 3), failed_saves=0, notes=tuple(session.notes))
+        return result
+
+
+def _finished(session: RankSession, advanced: bool) -> RunResult:
+    "Have rank 0 sum the run up, and know it on every rank. A collective."
+    first, store = session.run.ranks.is_first, session.store
+    plain = agree(lambda: finish(session, advanced).to_plain() if first else None, store._group)[0]
+    result = RunResult(directory=session.directory, **plain | {"notes": tuple(plain["notes"])})
+    session.ledger.close("finished" if result.finished else "stopped")
+    return result
 
 
 def _advance(session: RankSession, goal: int, stop: StopRequest) -> None:
@@ -259,9 +256,10 @@ def _advance(session: RankSession, goal: int, stop: StopRequest) -> None:
     run, config, progress = session.run, session.run.config, session.run.progress
     while progress.step < goal and not run.stopping:
         run.stop_asked = stop.signal is not None
-        run.advance()
-        if run.ranks.is_first and progress.step % config.log_every == 0:
-            session.log.append(run.last)
+        with session.ledger.step(progress.step + 1):
+            run.advance()
+            if run.ranks.is_first and progress.step % config.log_every == 0:
+                session.log.append(run.last)
         if progress.step % config.checkpoint_every == 0 and progress.step < goal:
             session.save()
     session.settle()

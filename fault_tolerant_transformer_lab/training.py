@@ -8,9 +8,9 @@ __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at
            'TrainingError', 'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'chosen_device',
            'moved', 'no_boundary', 'RunObserver', 'untouched', 'evaluation_loss', 'open_splits', 'require_finite',
            'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
-           'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'Session',
-           'may_go_on', 'publish_step', 'settle', 'save_step', 'append_row', 'check_resume', 'restore', 'open_log',
-           'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same', 'finish', 'train']
+           'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'FolderSession',
+           'Session', 'may_go_on', 'publish_step', 'settle', 'save_step', 'append_row', 'check_resume', 'restore',
+           'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same', 'finish', 'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -24,9 +24,10 @@ import stat
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -49,6 +50,7 @@ from fault_tolerant_transformer_lab.contract import (
     generators_undisturbed,
 )
 from .data import Batch, DataSplits, StepBatches, evaluation_batches, open_data
+from .ledger import Ledger
 from .model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import (
     CheckpointStore,
@@ -499,6 +501,7 @@ class Reconciled:
     data: bytes  # the log as it should be
     rebuilt: tuple[int, ...]  # steps whose line was missing or contradicted the history, and was written again
     dropped: int  # lines that are gone: of steps to be done again, torn, repeated or contradicting
+    reached: int = field(default=0, compare=False)  # highest step of any line, kept or not: a run was there
 
 
 def reconcile(
@@ -528,20 +531,26 @@ def reconcile(
             lines.append(line)
             last = step
     fill(len(losses) + 1)
-    return Reconciled(b"".join(lines), tuple(rebuilt), len(found) + len(rebuilt) - len(lines))
+    reached = max((step for line in found if (step := _row_of(line)[0]) is not None), default=0)
+    return Reconciled(b"".join(lines), tuple(rebuilt), len(found) + len(rebuilt) - len(lines), reached)
+
+
+def _row_of(line: bytes) -> tuple[int | None, Any]:
+    "The step and the loss of a line; no step for what is no line of a log."
+    if not line.endswith(b"\n"):  # torn, even where what is left of it can be parsed
+        return None, None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # zeros after a power cut, or somebody's edit
+        return None, None
+    step = row.get("step") if isinstance(row, dict) else None
+    return (step, row.get("loss")) if type(step) is int and 1 <= step < 2**63 else (None, None)
 
 
 def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
     "The step of a line that agrees with the restored history; None for any other line."
-    if not line.endswith(b"\n"):  # torn, even where what is left of it can be parsed
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # zeros after a power cut, or somebody's edit
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    fits = type(step) is int and 1 <= step <= len(losses) and row.get("loss") == losses[step - 1]
-    return step if fits else None
+    step, loss = _row_of(line)
+    return step if step is not None and step <= len(losses) and loss == losses[step - 1] else None
 
 # %% ../nbs/06_training.ipynb #cell-070
 _T = TypeVar("_T")
@@ -744,31 +753,29 @@ def due_lines(
 _logger = logging.getLogger(__name__)
 
 
-class Session:
-    "One call of `train`: a run, its folder, its writer's lock, and what is known of it so far."
+class FolderSession(ABC):
+    "One call on a run's folder, by one process or by several: the run, and what is known of it so far."
+
+    run: Any  # a `TrainingRun`, or a rank's run
 
     def __init__(
         self,
-        run: TrainingRun,  # at step 0
         directory: Path,  # the run's folder
-        disk: Disk,  # all writing goes through its `operation`
-        show_progress: bool | None,  # a progress bar; None asks whether stderr is a terminal
+        disk: RunDisk,  # all writing goes through its `operation`, but for the ledger's: see `ledger`
     ) -> None:
-        self.run, self.directory = run, directory
-        self.disk = RunDisk(disk, run.on_boundary)
-        self.store = CheckpointStore(directory / "checkpoints", keep_last=run.config.keep_last, disk=self.disk)
-        self.log = MetricsLog(directory / "metrics.jsonl", self.disk)
-        self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        self.directory, self.disk = directory, disk
+        self.log = MetricsLog(directory / "metrics.jsonl", disk)
+        # On a disk of its own: when it writes depends on the clock, and the operations of a run must not.
+        self.ledger = Ledger(directory / "ledger.jsonl")
         self.begun = time.perf_counter()
         self.resumed_from: int | None = None
         self.starts: list[int] = []  # the step at which each call on this folder began to train
         self.cadences: list[int] = []  # the `log_every` of each of them
+        self.reached = 0  # the last step that the log told of, whether a checkpoint has it or not
         self.checkpoint: Path | None = None  # the newest one
         self.state_digest: str | None = None  # of that one
         self.saved: int | None = None  # its step
-        self.pending: Pending | None = None  # the save in the background, until its end is noted
         self.failed_saves = 0  # passed over
-        self.log_waits = False  # for room on the disk
         self.notes: list[str] = []
 
     def note(
@@ -780,14 +787,40 @@ class Session:
         self.notes.append(text)
         _logger.log(level, text)
 
+    @abstractmethod
+    def is_in_place(self) -> bool:
+        "Whether the run's checkpoints are still written at their path."
+
     def require_folder(self) -> None:
         "Raise `TrainingError` where the run's folder is no longer at its path: what is written there would be lost."
-        if not self.store.is_at(self.directory / "checkpoints"):
+        if not self.is_in_place():
             saved = f"the last one saved is {self.checkpoint.name}" if self.checkpoint else "none was saved yet"
             raise TrainingError(
                 f"{place_of(self.directory)}/ was moved or deleted while the run was writing, at step "
                 f"{self.run.progress.step}; its checkpoints are in the moved folder ({saved}). Nothing was written in "
                 "its old place: put the folder back, or go on in the new place")
+
+
+class Session(FolderSession):
+    "One call of `train`: a run, its folder, its writer's lock, and what is known of it so far."
+
+    def __init__(
+        self,
+        run: TrainingRun,  # at step 0
+        directory: Path,  # the run's folder
+        disk: Disk,  # all writing goes through its `operation`
+        show_progress: bool | None,  # a progress bar; None asks whether stderr is a terminal
+    ) -> None:
+        super().__init__(directory, RunDisk(disk, run.on_boundary))
+        self.run: TrainingRun = run
+        self.store = CheckpointStore(directory / "checkpoints", keep_last=run.config.keep_last, disk=self.disk)
+        self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        self.pending: Pending | None = None  # the save in the background, until its end is noted
+        self.log_waits = False  # for room on the disk
+
+    def is_in_place(self) -> bool:
+        "Whether the store's directory is still at its path."
+        return self.store.is_at(self.directory / "checkpoints")
 
 # %% ../nbs/06_training.ipynb #cell-087
 def may_go_on(
@@ -847,8 +880,13 @@ def save_step(
     last: bool = False,  # the run ends here: it is waited for, and a failure is raised in any case
 ) -> None:
     "Save the completed step after the log that belongs to it; where that was chosen, only begin to."
-    settle(session)
-    session.require_folder()
+    with session.ledger.phase("stalled"):
+        settle(session)
+        session.require_folder()
+        _save(session, last)
+
+
+def _save(session: Session, last: bool) -> None:
     contract, step, mode = session.run.contract, session.run.progress.step, session.run.config.checkpoint_mode
 
     def attempt() -> Published | None:
@@ -923,13 +961,14 @@ def restore(
 
 # %% ../nbs/06_training.ipynb #cell-099
 def open_log(
-    session: Session,  # at its first step
+    session: FolderSession,  # at its first step
 ) -> None:
     "Bring `metrics.jsonl` to the restored step; say so where it did not fit."
     config = session.run.config
     losses: list[float] = session.run.progress.losses.tolist()
     due = due_lines(session.starts, session.cadences, len(losses), otherwise=config.log_every)
     log = session.log.open(losses, lambda step: known_row(config, step, losses[step - 1]), due.__contains__)
+    session.reached = log.reached
     if log.rebuilt:
         session.note(f"metrics.jsonl: expected the lines of {len(losses)} restored steps, {len(log.rebuilt)} were "
                      f"missing or contradicted the checkpoint (the first: step {log.rebuilt[0]}); they were written "
@@ -942,7 +981,7 @@ def open_log(
 
 
 def write_manifest(
-    session: Session,  # at its first step
+    session: FolderSession,  # at its first step
 ) -> None:
     "Write down what is about to be trained, in which environment, and how often that was begun."
     session.require_folder()
@@ -979,13 +1018,14 @@ def advance_to(
     begun = progress.step
     with progress_bar_of(session, goal) as bar:
         while progress.step < goal and stop.signal is None:
-            run.advance()
-            settle(session, wait=False)
-            row = run.last
-            if config.eval_every and progress.step % config.eval_every == 0:
-                row = row | run.evaluations()
-            if progress.step % config.log_every == 0 or "validation_loss" in row:
-                append_row(session, row)
+            with session.ledger.step(progress.step + 1):
+                run.advance()
+                settle(session, wait=False)
+                row = run.last
+                if config.eval_every and progress.step % config.eval_every == 0:
+                    row = row | run.evaluations()
+                if progress.step % config.log_every == 0 or "validation_loss" in row:
+                    append_row(session, row)
             if progress.step % config.checkpoint_every == 0:
                 save_step(session, last=progress.step == goal or stop.signal is not None)
             if bar is not None:
@@ -993,7 +1033,9 @@ def advance_to(
                 bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {session.saved or 0}",
                                     refresh=False)
                 bar.update()
-    settle(session)
+    if session.pending is not None:
+        with session.ledger.phase("stalled"):
+            settle(session)
     if progress.step not in (begun, session.saved):
         save_step(session, last=True)
 
@@ -1015,7 +1057,7 @@ def tells_the_same(
 
 
 def finish(
-    session: Session,  # at its last step, with that step saved
+    session: FolderSession,  # at its last step, with that step saved
     advanced: bool = True,  # whether this call trained
 ) -> RunResult:  # also written as `result.json`, unless the one that is there says the same of a run that did not move
     "Sum the run up."
@@ -1062,10 +1104,11 @@ def train(
     with deterministic(), stop_signals() as stop:
         run = TrainingRun(config, on_boundary or no_boundary, device=device, observer=observer)
         session = Session(run, folder, disk or Disk(), progress_bar)
-        with session.store, contextlib.closing(session.log):
+        with session.store, contextlib.closing(session.log), session.ledger:
             session.starts, session.cadences = earlier_starts(folder / "manifest.json", config.log_every)
             if check_resume(session.store, resume, resume_from):
-                restore(session, resume_from, allow_environment_change)
+                with session.ledger.phase("restoring"):
+                    restore(session, resume_from, allow_environment_change)
             result = _train_under_lock(session, stop_after_step, stop)
     if stop.signal is not None:
         raise Interrupted(stop.signal, session.checkpoint, result.steps)
@@ -1082,7 +1125,10 @@ def _train_under_lock(session: Session, stop_after_step: int | None, stop: StopR
         session.note(f"nothing to do: step {goal} was asked for, and the run is at step {step}")
     else:
         write_manifest(session)
+        session.ledger.open(step, session.reached)
         if session.run.observer is not None:
             session.run.observer.started(session.run.contract, step, session.run)
         advance_to(session, goal, stop)
-    return finish(session, advanced)
+    result = finish(session, advanced)
+    session.ledger.close("finished" if result.finished else "stopped")
+    return result

@@ -253,6 +253,10 @@ def test_inspect_describes_the_newest_generation(two_ranks: Path, capsys) -> Non
     assert (weight["shape"], weight["bytes"]) == ([24, 8], 24 * 8 * 4)
     assert [chunk["sizes"] for chunk in weight["chunks"]] == [[12, 8], [12, 8]]
     assert plain["tensors"]["optimizer.state.0.exp_avg"]["path"] == "optimizer.state[0].exp_avg"
+    assert "\nledger: " in done.stdout and plain["ledger"]["adds_up"]
+    assert [attempt["steps"] for attempt in plain["ledger"]["attempts"]] == [{"useful": 4, "replayed": 0}]
+    assert "ledger" not in json.loads(in_process(
+        capsys, "inspect", two_ranks / "F" / "checkpoints", "--json").stdout)  # of a checkpoint, not of a run
 
 
 def test_diff_compares_generations_and_files(two_ranks: Path, run: Path, tmp_path: Path, capsys) -> None:

@@ -700,7 +700,7 @@ def test_the_manifest_is_there_before_the_first_step_and_the_result_at_the_end(t
 
     result = run(TINY, tmp_path, on_boundary=look)
     names, manifest = seen
-    assert names == ["checkpoints", "manifest.json", "metrics.jsonl"]
+    assert names == ["checkpoints", "ledger.jsonl", "manifest.json", "metrics.jsonl"]
     assert set(manifest) == {"config", "fingerprint", "identity", "parameters", "environment", "versions", "starts",
                              "cadences"}
     assert ExperimentConfig(**manifest["config"]) == TINY and manifest["fingerprint"] == TINY.fingerprint()
