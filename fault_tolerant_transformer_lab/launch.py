@@ -362,7 +362,10 @@ LAUNCHED = "fttl-"  # begins the `TORCHELASTIC_RUN_ID` of ranks that `launch` ha
 
 
 class RanksFailed(TrainingError):
-    "A rank failed, and the others were stopped."
+    """A rank failed, and the others were stopped.
+
+    Remedy: mend the cause on the rank that is named, then start the same command again: it goes on from the last
+    checkpoint."""
 
     def __init__(
         self,
@@ -379,7 +382,9 @@ class RanksFailed(TrainingError):
 
 
 class RanksStopped(Interrupted):
-    "A signal asked the ranks to stop; they save what they have completed."
+    """A signal asked the ranks to stop; they save what they have completed.
+
+    Remedy: none is needed: start the same command again, and the run goes on from the last checkpoint."""
 
     def __init__(
         self,

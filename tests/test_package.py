@@ -123,3 +123,14 @@ def test_no_checkpoint_is_kept_in_the_repository():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.split() if listed.returncode == 0 else [str(p) for p in ROOT.glob("[!.]*/**/*")]
     assert names and not [n for n in names if n.endswith((".safetensors", ".pt", ".pkl", ".bin", ".ckpt"))]
+
+
+def test_the_citation_is_of_this_version():
+    cited = (ROOT / "CITATION.cff").read_text()
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini")
+    settings = parser["DEFAULT"]
+    for key, value in {"cff-version": "1.2.0", "version": settings["version"], "title": settings["title"],
+                       "license": settings["license"].upper()}.items():
+        assert re.findall(rf"^{key}: (.+)$", cited, re.M) == [value]
+    assert settings["description"] in cited
