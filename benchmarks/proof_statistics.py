@@ -52,10 +52,12 @@ def proved(seed: int, fault: str, draw: random.Random, about: dict[str, Any]) ->
     after = f"checkpoint-{draw.randint(1, made - 2)}"
     wishes: dict[str, Any] = draw.choice([
         {"only": [after]}, {"only": [after]}, {"kills": ["chain"], "chain": draw.randint(2, 3)},
-        {"kills": ["events"], "max_events": 2}, {"only": [after, "random-1"], "random_kills": 1, "seed": seed}])
+        {"kills": ["events"], "max_events": 2},
+        {"only": [after, "random-1"], "random_kills": 1, "seed": seed}])  # the moment may lie behind the last step
     pause = ["--pause", "0.02"] if "random_kills" in wishes else []
     command = [sys.executable, str(LOOP), "--out", "{dir}", "--seed", str(seed), "--fault", fault, *pause]
-    return prove_script(command, checkpoints="ckpt*", jobs=1, progress_bar=False, timeout=300, **wishes)
+    return prove_script(command, checkpoints="ckpt*", jobs=1, progress_bar=False, timeout=300,
+                        max_checkpoints=made, **wishes)
 
 
 def both(loop: dict[str, Any], seed: int) -> tuple[str, str, ScriptProof, ScriptProof]:

@@ -1734,6 +1734,9 @@ def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> S
         return replace(row, outcome="error", detail=str(problem))
     if found is not None:
         return replace(row, outcome="different", diagnosis=found, detail=f"ended otherwise{torn}")
+    if not after.changed(before):
+        proving.runs.clear(root)
+        return replace(row, outcome="not exercised", detail="the run was at its end; the restart had nothing to do")
     redone = _redone_at_end(proving.history, proving.direct, before, after, last.calls, row, patterns)
     if redone is not None:
         proving.redone.setdefault(row.point, redone)  # what was seen between two kills is known better

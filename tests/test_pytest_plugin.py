@@ -14,6 +14,7 @@ TRAINERS = """
 
     sound = example_run
     lossy = functools.partial(example_run, fault="generator lost")
+    unsteady = functools.partial(example_run, fault="not deterministic")
 """
 
 
@@ -59,12 +60,13 @@ def test_a_failure_is_the_diagnosis_and_a_command_that_shows_it_again(pytester):
 
 def test_it_works_under_xdist(pytester):
     run = project(pytester, """
-        @pytest.mark.parametrize("name", ["sound", "lossy"])
+        @pytest.mark.parametrize("name", ["sound", "lossy", "unsteady"])
         def test_resume(restart_proof, name):
             restart_proof(getattr(trainers, name), steps=3, how="clean")
     """)
     result = run("-n", "2", "--restart-proof-quick")
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["*operation: step 3, operation *bernoulli* in model.2, called at *"])
     result.stdout.fnmatch_lines(["*restart proofs*", "*[[]sound]: EQUIVALENT, 3 steps, *"])
 
 

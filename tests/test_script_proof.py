@@ -146,6 +146,15 @@ def test_a_proof_that_could_not_fail_says_so():
 
 
 @needs_strace
+def test_a_restart_that_has_nothing_left_to_do_is_no_proof():
+    "The loop writes one file more after its last checkpoint, and a kill before that restarts a run that is at its end."
+    proof = prove("momentum not restored", checkpoints="ckpt.safetensors", only=["checkpoint-2", "checkpoint-4"])
+    assert [row.point for row in proof.rows] == ["checkpoint-2", "checkpoint-4"]
+    assert [row.outcome for row in proof.rows] == ["different", "not exercised"]
+    assert prove("", checkpoints="ckpt.safetensors", only=["checkpoint-4"]).verdict == "NOT_EXERCISED"
+
+
+@needs_strace
 def test_a_refusal_is_told_from_a_breakage():
     refused, broken = prove("refuses", only=["checkpoint-2"]), prove("breaks", only=["checkpoint-2"])
     assert refused.verdict == broken.verdict == "ERROR"
