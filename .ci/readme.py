@@ -48,7 +48,7 @@ def folded(match: re.Match[str]) -> str:
         return match.group(0)
     shown = "\n".join(lines).strip()
     return (f"\n<details>\n<summary><code>{lines[-1]}</code> (open for all of it)</summary>\n\n"
-            f"```text\n{shown}\n```\n\n</details>\n")
+            f"```text\n{shown}\n```\n\n</details>\n\n")
 
 
 parts = re.split(r"(^```.*?^```$)", body, flags=re.M | re.S)  # what stands in a fence is code, however it is indented
