@@ -1239,12 +1239,12 @@ class Prove:
 
         config, parallel = self._config(), "ddp" if self.parallel == "none" else self.parallel
         check_ranks(config, parallel, n)
-        step = min(config.checkpoint_every, config.steps)
+        step = min(config.cadence("a proof"), config.steps)
         with deterministic(threads=self.threads):
             operations = operations_of(config, parallel, n, step)
             chains = places_of(n, step=step, operations=operations, most=None if self.every_operation else 3)
             cells = prove_distributed(config, parallel, n, chains)
-        if config.steps >= 2 * config.checkpoint_every:
+        if config.steps >= 2 * step:
             cells.append(prove_launcher(config, parallel, n))
         return ranks_outcome(cells, self.json)
 

@@ -22,7 +22,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_origin
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 # %% ../nbs/00_config.ipynb #cell-011
@@ -403,6 +403,12 @@ def _as_tuple(value: object) -> object:
 
 
 _Count = Annotated[int, Field(ge=1, lt=2**63), Expected("an integer of at least 1")]
+def _count_or_auto(value: object) -> object:
+    if value == "auto" or (type(value) is int and 1 <= value < 2**63):
+        return value
+    raise ValueError(value)
+
+
 _CountOrZero = Annotated[int, Field(ge=0, lt=2**63), Expected("an integer of at least 0")]
 _Seed = Annotated[int, Field(ge=0, lt=2**64), Expected("an integer from 0 to 2**64 - 1")]
 _Positive = Annotated[float, Field(gt=0), Expected("a finite number above 0")]
@@ -476,7 +482,13 @@ class ExperimentConfig(FrozenConfig):
     steps: Annotated[_Count, Mark("operation", "optimizer steps to complete", "only says when to stop", 8)]
     batch_size: Annotated[_Count, Mark("identity", "sequences in a micro-batch", "decides what is averaged", 4)]
     learning_rate: Annotated[_Positive, Mark("identity", "peak learning rate", "scales every update", 3e-4)]
-    checkpoint_every: Annotated[_Count, Mark("operation", "steps between checkpoints", "saving changes nothing", 4)]
+    checkpoint_every: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_count_or_auto),
+        Expected('an integer of at least 1, or "auto"'),
+        Mark("operation", "steps between checkpoints; auto follows from what the run measures of itself",
+             "saving changes nothing", 4),
+    ]
     data: Annotated[
         _Source, Mark("identity", "where tokens come from", "decides every batch", "pydoc", canonical=source_kind)
     ] = "synthetic"
@@ -530,6 +542,16 @@ class ExperimentConfig(FrozenConfig):
         _CountOrZero, Mark("operation", "steps between evaluations; 0 for never", "evaluation changes no state", 4)
     ] = 0
     log_every: Annotated[_Count, Mark("operation", "steps between lines of the log", "only writes", 1)] = 1
+
+    def cadence(
+        self,
+        purpose: str,  # what needs a number, for the message
+    ) -> int:
+        "Steps between checkpoints. Raises `ConfigError` for auto, which goes by the clock and is another in each run."
+        if self.checkpoint_every == "auto":
+            expected = f"a number of steps for {purpose}, which goes by where a run saves"
+            raise _refuse("checkpoint_every", expected, shown("auto"), "write for example checkpoint_every=4")
+        return self.checkpoint_every
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Self:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Parallel', 'Ranks', 'process_group', 'RankOutcome', 'RankFailure', 'ended_how', 'run_ranks', 'part_of', 'RankBatches',
            'gather_bytes', 'tree_to_bytes', 'tree_from_bytes', 'RankGenerators', 'RankContract', 'local_part',
-           'LocalShards', 'shard_model', 'clip_global_norm', 'share_step', 'RankRun', 'mean_in_order', 'settle_buckets',
-           'bucket_fault']
+           'LocalShards', 'shard_model', 'clip_global_norm', 'share_step', 'RankRun', 'evaluation_over_ranks',
+           'mean_in_order', 'settle_buckets', 'bucket_fault']
 
 # %% ../nbs/11_distributed.ipynb #cell-003
 import base64
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,16 +55,19 @@ from fault_tolerant_transformer_lab.contract import (
     map_tensors,
     walk,
 )
-from .data import Batch, StepBatches, keyed_bytes, open_data
+from .data import Batch, StepBatches, evaluation_batches, keyed_bytes
 from .model import Transformer
 from fault_tolerant_transformer_lab.training import (
+    N_EVALUATION_BATCHES,
     NonFiniteLossError,
     OnBoundary,
+    evaluation_loss,
     known_row,
     learning_rate_at,
     make_optimizer,
     moved,
     no_boundary,
+    open_splits,
     token_loss,
     tokens_per_step,
 )
@@ -547,7 +550,8 @@ class RankRun:
         self.config, self.ranks, self.parallel, self.on_boundary = config, ranks, parallel, on_boundary
         self.part = part_of(config.grad_accumulation, ranks.rank, ranks.size)
         self.require_parts(config, ranks.size)
-        splits = open_data(config)
+        splits = open_splits(config)
+        self.validation = splits.validation
         RandomGenerators().seed(config.seed)  # the same weights on every rank
         self.model = Transformer.from_config(config).train().to(ranks.device)
         self.batches = RankBatches(splits.train, block_size=config.block_size, batch_size=config.batch_size,
@@ -635,6 +639,29 @@ class RankRun:
         self.last = known_row(config, step, loss) | {"grad_norm": norm, "batch": blake3(digests).hexdigest()[:16]}
         self.on_boundary("after_update", step)
         return loss
+
+
+def evaluation_over_ranks(
+    run: RankRun,  # of an experiment whose data have a validation part
+) -> float:  # mean loss per token, the same on every rank and at every number of ranks
+    "Measure the validation loss, each rank on its part of the batches; the run goes on as if not asked. A collective."
+    assert run.validation is not None  # `open_splits` refuses `eval_every` without it
+    config, model, ranks = run.config, run.model, run.ranks
+    batches = evaluation_batches(run.validation, block_size=config.block_size, batch_size=config.batch_size,
+                                 n_batches=N_EVALUATION_BATCHES)
+    mine: dict[int, tuple[float, bytes]] = {}
+    part, rounds = (part_of(len(batches), rank, ranks.size) for rank in (ranks.rank, 0))
+    for position in [*part, 0][:len(rounds)]:
+        # Under FSDP2 a forward pass is a collective: who has fewer batches looks at one more, which does not count.
+        loss = evaluation_loss(model, [moved(batches[position], ranks.device)], config.precision)
+        if position in part:
+            mine[position] = loss, bytes(32)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    losses, _, _ = share_step(len(batches), mine)
+    sizes = [batch.targets_BT.numel() for batch in batches]
+    return sum((loss * n for loss, n in zip(losses, sizes, strict=True)), 0.0) / sum(sizes)
 
 
 def mean_in_order(

@@ -1975,11 +1975,11 @@ def prove_training(
     progress_bar: bool | None = None,  # None shows one where stderr is a terminal
 ) -> Proof:
     "Prove for this lab's `train`: the real loop with metrics log, saves and signals, killed at every named boundary."
-    ways = _chosen_ways(how, ("clean", "sigterm", "sigkill"))
+    ways, save_every = _chosen_ways(how, ("clean", "sigterm", "sigkill")), config.cadence("a proof")
     if resumes < 1:
         raise ValueError(f"resumes: expected at least 1, got {resumes}")
     if interrupt_at is None:
-        chosen, disk_steps = _middle_steps(config.steps, config.checkpoint_every), list(range(1, config.steps + 1))
+        chosen, disk_steps = _middle_steps(config.steps, save_every), list(range(1, config.steps + 1))
     else:
         chosen = disk_steps = _chosen_steps(interrupt_at, config.steps)
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,

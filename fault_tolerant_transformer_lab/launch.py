@@ -40,6 +40,7 @@ from fault_tolerant_transformer_lab.distributed import (
     RankRun,
     Ranks,
     ended_how,
+    evaluation_over_ranks,
     process_group,
     run_ranks,
 )
@@ -91,6 +92,13 @@ class RankSession(FolderSession):
         "Keep a line for the result; rank 0 tells whoever watches."
         super().note(text, level if self.run.ranks.is_first else logging.DEBUG)
 
+    def plan_next(self) -> None:
+        "See `FolderSession`; rank 0 decides, and every rank saves after the same step. A collective."
+        if self.run.config.checkpoint_every == "auto":
+            if self.run.ranks.is_first:
+                super().plan_next()
+            self.next_save = agree(lambda: self.next_save)[0]  # not by the store's group: a save may be using it
+
     def is_in_place(self) -> bool:
         "Whether the store's directory is at its path."
         return self.store.directory.is_dir()
@@ -110,7 +118,7 @@ class RankSession(FolderSession):
             if last or self.run.config.checkpoint_mode == "sync":
                 self._note_saved(self.store.save(self.run.contract, step=step))
             else:
-                self.disk.in_background = True
+                self.disk.in_background, self.save_begun = True, time.monotonic()
                 self.store.save_async(self.run.contract, step=step)
 
     def settle(self) -> None:
@@ -254,19 +262,24 @@ def _finished(session: RankSession, advanced: bool) -> RunResult:
 def _advance(session: RankSession, goal: int, stop: StopRequest) -> None:
     "Train until the goal, or until any rank was asked to stop; save where it is due, and where it ends."
     run, config, progress = session.run, session.run.config, session.run.progress
+    session.plan_next()
     while progress.step < goal and not run.stopping:
         run.stop_asked = stop.signal is not None
         with session.ledger.step(progress.step + 1):
             run.advance()
-            if run.ranks.is_first and progress.step % config.log_every == 0:
-                session.log.append(run.last)
-        if progress.step % config.checkpoint_every == 0 and progress.step < goal:
+            row = run.last
+            if config.eval_every and progress.step % config.eval_every == 0:
+                row = row | {"validation_loss": evaluation_over_ranks(run)}
+            if run.ranks.is_first and (progress.step % config.log_every == 0 or "validation_loss" in row):
+                session.log.append(row)
+        if session.is_due() and progress.step < goal:
             session.save()
+            session.plan_next()
     session.settle()
     if progress.step != session.saved and progress.step > 0:
         session.save(last=True)
 
-# %% ../nbs/11c_launch.ipynb #cell-013
+# %% ../nbs/11c_launch.ipynb #cell-015
 LOST_A_PEER = 75  # exit status of a rank whose own work was sound: EX_TEMPFAIL, "try again"
 
 
@@ -357,7 +370,7 @@ def train_distributed(
         stack.enter_context(first_cause(ranks, report))
         return train_rank(config, directory, ranks, **options)
 
-# %% ../nbs/11c_launch.ipynb #cell-015
+# %% ../nbs/11c_launch.ipynb #cell-017
 LAUNCHED = "fttl-"  # begins the `TORCHELASTIC_RUN_ID` of ranks that `launch` has started
 
 
@@ -472,7 +485,7 @@ def _quiet(name: str) -> Iterator[None]:
         for logger, level in before.items():
             logger.setLevel(level)
 
-# %% ../nbs/11c_launch.ipynb #cell-019
+# %% ../nbs/11c_launch.ipynb #cell-021
 @dataclass(frozen=True)
 class Place:
     "Where a kill strikes."
@@ -518,7 +531,7 @@ def _attempt(config: ExperimentConfig, folder: Path, parallel: Parallel, place: 
         return [result.state_digest, result.resumed_from]
     return _run
 
-# %% ../nbs/11c_launch.ipynb #cell-020
+# %% ../nbs/11c_launch.ipynb #cell-022
 def prove_distributed(
     config: ExperimentConfig,  # tiny; it is trained once for each cell and more
     parallel: Parallel,  # the mode
@@ -529,6 +542,7 @@ def prove_distributed(
     timeout_s: float = 150.0,  # for one attempt
 ) -> list[MatrixCell]:  # one for each chain
     "Kill a run in each way and compare its end with the undisturbed run's, bit for bit."
+    config.cadence("a proof")
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         folder = Path(name)
         straight_size = 1 if parallel == "elastic" else size
@@ -595,7 +609,7 @@ def places_of(
     return [*chains, [Place((last,), "after_backward", 1), Place((0,), "after_update", step),
                       Place(everybody, "after_publication", step)]]
 
-# %% ../nbs/11c_launch.ipynb #cell-022
+# %% ../nbs/11c_launch.ipynb #cell-024
 _ORPHAN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -626,8 +640,8 @@ def outlive_launcher(
     timeout_s: float = 120.0,  # for each of the two launches
 ) -> tuple[dict[str, Any], str]:  # what the second launch left as `result.json`, and what the orphans said
     "SIGKILL the launcher before the second save, launch again while its ranks live on, and let these try to save."
-    if config.steps < 2 * config.checkpoint_every:
-        raise ConfigError(f"steps: expected at least {2 * config.checkpoint_every}, for two saves, got {config.steps}")
+    if config.steps < 2 * config.cadence("a proof"):
+        raise ConfigError(f"steps: expected {2 * config.cadence('a proof')} or more, for two saves, got {config.steps}")
     folder, marker = Path(folder).absolute(), Path(folder).absolute() / "first"
     program = ("import sys; from fault_tolerant_transformer_lab.launch import launch; "
                "launch(sys.argv[2:], int(sys.argv[1]))")
@@ -667,7 +681,7 @@ def prove_launcher(
         straight = run_ranks(_attempt(config, Path(name) / "straight", parallel, None), size)
         result, said = outlive_launcher(config, Path(name) / "outlived", parallel, size)
     equal = result["state_digest"] == straight[0][0]
-    place = f"launcher in step {2 * config.checkpoint_every}, its ranks live on"
+    place = f"launcher in step {2 * config.cadence('a proof')}, its ranks live on"
     return MatrixCell(parallel, size, (place,), "FencedError" in said, (result["resumed_from"],), equal,
                       "" if equal else "other bits")
 

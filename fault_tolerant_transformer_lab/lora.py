@@ -833,10 +833,10 @@ class _Clock:
 # %% ../nbs/09_lora.ipynb #cell-092
 def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest, clock: _Clock) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
-    steps, saved = run.config.steps, run.progress.step
+    steps, saved, every = run.config.steps, run.progress.step, run.config.cadence("a comparison")
     while run.progress.step < steps and stop.signal is None:
         run.advance()
-        if run.progress.step % run.config.checkpoint_every == 0 or run.progress.step == steps:
+        if run.progress.step % every == 0 or run.progress.step == steps:
             saved = store.save(run.contract).step
             clock.note(saved)
     if run.progress.step < steps and stop.signal is not None:
@@ -884,6 +884,7 @@ def _folder_for(directory: Path | str | None) -> Iterator[Path]:
 def _require_possible(config: ExperimentConfig, lora: LoraConfig) -> None:
     "Refuse, before an arm is trained for nothing, what cannot be adapted and settings that a comparison would ignore."
     model, problems = Transformer.from_config(config), []
+    config.cadence("a comparison")
     layers = {name: model.get_parameter(f"{name}.weight") for name in target_layers(model, lora.targets)}
     narrowest = min(layers, key=lambda name: min(layers[name].shape))
     if lora.rank > (most := min(layers[narrowest].shape)):

@@ -50,6 +50,7 @@ from fault_tolerant_transformer_lab.contract import (
     generators_undisturbed,
 )
 from .data import Batch, DataSplits, StepBatches, evaluation_batches, open_data
+from .interval import auto_interval
 from .ledger import Ledger
 from .model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import (
@@ -775,6 +776,11 @@ class FolderSession(ABC):
         self.checkpoint: Path | None = None  # the newest one
         self.state_digest: str | None = None  # of that one
         self.saved: int | None = None  # its step
+        self.interval: int | None = None  # steps between saves that were chosen last, with checkpoint_every=auto
+        self.next_save = 0  # the step of the next save, with checkpoint_every=auto
+        self.why = ""  # that interval
+        self.save_begun = 0.0  # when the last save in the background was, by `time.monotonic`
+        self.commit_delay = 0.0  # seconds from there until it was known to be safe
         self.failed_saves = 0  # passed over
         self.notes: list[str] = []
 
@@ -786,6 +792,18 @@ class FolderSession(ABC):
         "Tell whoever watches, and keep it for the result."
         self.notes.append(text)
         _logger.log(level, text)
+
+    def is_due(self) -> bool:
+        "Whether the step that was completed is to be saved."
+        every, step = self.run.config.checkpoint_every, self.run.progress.step
+        return step >= self.next_save if every == "auto" else step % every == 0
+
+    def plan_next(self) -> None:
+        "With checkpoint_every=auto, choose the step of the next save from what the run has measured of itself."
+        if self.run.config.checkpoint_every == "auto":
+            found = auto_interval(self.ledger.account(), current=self.interval, commit_delay=self.commit_delay)
+            self.interval, self.why = found.steps, found.reason
+            self.next_save = self.run.progress.step + found.steps
 
     @abstractmethod
     def is_in_place(self) -> bool:
@@ -871,6 +889,7 @@ def settle(
     "Take note of how the save in the background ended, where there was one."
     if session.pending is not None and (wait or session.pending.done()):
         pending, session.pending = session.pending, None
+        session.commit_delay = time.monotonic() - session.save_begun
         publish_step(session, pending.step, pending.result)
 
 
@@ -895,6 +914,7 @@ def _save(session: Session, last: bool) -> None:
         if last or mode == "sync":
             return session.store.save(contract, step=step)
         session.disk.in_background = True
+        session.save_begun = time.monotonic()
         begun = session.store.save(contract, step=step, wait=False, overlap=mode == "overlapped")
         if isinstance(begun, Published):
             return begun
@@ -1013,9 +1033,10 @@ def advance_to(
     goal: int,  # completed steps to reach
     stop: StopRequest,  # looked at after each step
 ) -> None:
-    "Train until the goal or a signal; save at every `checkpoint_every`-th step, and where it ends."
+    "Train until the goal or a signal; save where `checkpoint_every` says so, and where it ends."
     run, config, progress = session.run, session.run.config, session.run.progress
     begun = progress.step
+    session.plan_next()
     with progress_bar_of(session, goal) as bar:
         while progress.step < goal and stop.signal is None:
             with session.ledger.step(progress.step + 1):
@@ -1026,8 +1047,9 @@ def advance_to(
                     row = row | run.evaluations()
                 if progress.step % config.log_every == 0 or "validation_loss" in row:
                     append_row(session, row)
-            if progress.step % config.checkpoint_every == 0:
+            if session.is_due():
                 save_step(session, last=progress.step == goal or stop.signal is not None)
+                session.plan_next()
             if bar is not None:
                 rate = (bar.format_dict["rate"] or 0.0) * tokens_per_step(config)
                 bar.set_postfix_str(f"loss {row['loss']:.4f}, {rate:,.0f} tokens/s, saved {session.saved or 0}",
@@ -1063,6 +1085,8 @@ def finish(
     "Sum the run up."
     run, losses = session.run, session.run.progress.losses
     session.require_folder()
+    if session.why:
+        session.note(f"checkpoint_every=auto: {session.why}")
     path = session.directory / "result.json"
     result = RunResult(
         directory=session.directory, steps=run.progress.step, tokens=run.progress.tokens_seen,

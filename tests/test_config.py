@@ -367,9 +367,11 @@ WRONG = {
     "empty name": ({"": 1}, '""', "a known field"),
     "name that breaks the line": ({"a\nb": 1}, "a\nb", r'"a\nb"'),
 }  # fmt: skip
-SIZES = ("vocab_size", "block_size", "d_model", "n_heads", "n_layers", "steps", "batch_size", "checkpoint_every",
-         "grad_accumulation", "keep_last", "log_every")  # fmt: skip
+SIZES = ("vocab_size", "block_size", "d_model", "n_heads", "n_layers", "steps", "batch_size", "grad_accumulation",
+         "keep_last", "log_every")  # fmt: skip
 WRONG |= {f"{name} of {n}": ({name: n}, name, f"at least 1, got {n}") for name in SIZES for n in (0, -3)}
+WRONG |= {f"checkpoint_every of {n}": ({"checkpoint_every": n}, "checkpoint_every", f'at least 1, or "auto", got {n}')
+          for n in (0, -3)}
 
 
 @pytest.mark.parametrize(("changes", "field", "words"), WRONG.values(), ids=WRONG)
