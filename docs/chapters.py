@@ -147,8 +147,7 @@ def processed(
     notebook = processor.nb
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            # The index is the README's source, so that its links start at the repository's root.
-            cell.source = relinked(cell.source, ROOT if path.stem == "index" else NOTEBOOKS)
+            cell.source = relinked(cell.source, NOTEBOOKS)
     notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return notebook
 
