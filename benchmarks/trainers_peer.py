@@ -1,11 +1,11 @@
-"""The same scripts, killed by a peer: `python benchmarks/trainers_peer.py [NAME...]`, with ckpt-chaos installed beside.
+"""Scripts killed by a peer: `python benchmarks/trainers_peer.py [NAME...]`, with ckpt-chaos installed beside.
 
     python -m venv /somewhere && /somewhere/bin/pip install ckpt-chaos==0.1.8
 
 ckpt-chaos 0.1.8 kills an unmodified script at Python's file events and compares one result. It needs nothing but the
 standard library, so it is looked for on PATH, or where CKPT_CHAOS says. What it says goes to
-`benchmarks/results/trainers_peer.json`; chapter 07d prints both tables side by side. Four faults of
-`tests/trainers/numpy_loop.py` show how far each tool can tell them apart.
+`benchmarks/results/trainers_peer.json`, which chapter 07d prints. Four faults of `tests/trainers/numpy_loop.py` show
+how far each tool can tell them apart; the scripts of `examples/trainers` are killed too where they are named.
 """
 
 import json
@@ -62,12 +62,12 @@ def ours(fault: str) -> dict:
 
 
 def main() -> None:
-    "Let the peer kill the trainers named, or all, and the four faults."
+    "Let the peer kill the trainers named, and the four faults."
     if PEER is None:
         sys.exit("ckpt-chaos: expected on PATH or in CKPT_CHAOS, found nowhere; install ckpt-chaos==0.1.8 in an "
                  "environment of its own")
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"tool": "ckpt-chaos 0.1.8", "trainers": {}}
-    for name in sys.argv[1:] or TRAINERS:
+    for name in sys.argv[1:]:
         script, compare = TRAINERS[name]
         command = [sys.executable, str(EXAMPLES / script), "--out", "{out}"]
         found["trainers"][name] = peer(command, compare, max_points=18)
