@@ -26,6 +26,7 @@ source_suffix = {".ipynb": "myst-nb", ".md": "myst-nb"}
 exclude_patterns = ["jupyter_execute"]
 nb_execution_mode = "off"  # the committed outputs are what is shown
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # else a table among the outputs would be shown as text
 myst_enable_extensions = ["dollarmath", "attrs_inline", "attrs_block"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False

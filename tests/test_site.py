@@ -24,6 +24,7 @@ CHAPTERS = [path.stem for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb"))]
 OTHERS = [path.stem for path in sorted((ROOT / "nbs").glob("[a-z]*.ipynb"))]
 PAGES = [*OTHERS, *CHAPTERS, "errors", "api/index", "api/contract", "api/publication", "search", "genindex"]
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+OTHER_WIDTHS = (320, 740, 768, 1008, 1024, 1312, 1366, 1440, 1920)  # on both sides of where the theme rearranges a page
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 
@@ -87,6 +88,7 @@ def test_a_page_loads_whole_and_fits(name: str, page: Any, address: str) -> None
     assert page.wrong == []
     content, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert content <= window
+    assert page.locator("article p").filter(has_text=re.compile(r"^\|")).count() == 0  # a table that is none
     assert page.locator("h1").count() == 1 or name == "search"
     plots = sum("image/png" in output.get("data", {}) for cell in notebook(name)["cells"]
                 for output in cell.get("outputs", []))
@@ -96,6 +98,18 @@ def test_a_page_loads_whole_and_fits(name: str, page: Any, address: str) -> None
                    if cell["cell_type"] == "markdown")
     assert (page.locator("math").count() > 0) == formulas
     assert page.locator("text=/\\\\(frac|sqrt|gamma|lfloor)/").count() == 0
+
+
+@in_a_browser
+def test_a_page_fits_every_width_between(browser: Any, address: str) -> None:
+    tab = browser.new_page()
+    for name in ("index", "03_contract", "api/publication", "errors"):
+        tab.goto(f"{address}/{name}.html")
+        for width in OTHER_WIDTHS:
+            tab.set_viewport_size({"width": width, "height": 800})
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            assert tab.evaluate("document.querySelector('article').clientWidth") >= 0.53 * width, (name, width)
+    tab.close()
 
 
 @in_a_browser
@@ -153,10 +167,14 @@ def test_dark_and_light_both_have_contrast(page: Any, address: str) -> None:
 
 
 @in_a_browser
-def test_a_name_in_the_text_leads_to_its_definition_and_from_there_to_its_chapter(page: Any, address: str) -> None:
-    page.goto(f"{address}/index.html")
-    page.locator("article a:has(code):has-text('CheckpointStore')").first.click()
-    page.wait_for_url("**/api/publication.html#fault_tolerant_transformer_lab.publication.CheckpointStore")
+def test_a_name_in_the_text_leads_to_its_definition_and_from_there_to_its_chapter(
+    page: Any, site: Path, address: str,
+) -> None:
+    target = "api/publication.html#fault_tolerant_transformer_lab.publication.CheckpointStore"
+    link = f'<a class="reference internal" href="{target}"'
+    page.goto(f"{address}/{next(name for name in CHAPTERS if link in (site / f'{name}.html').read_text())}.html")
+    page.locator(f"article a.reference[href='{target}']").first.click()
+    page.wait_for_url(f"**/{target}")
     page.locator("dl:has(> dt#fault_tolerant_transformer_lab\\.publication\\.CheckpointStore) a:has-text('the chapter')"
                  ).first.click()
     page.wait_for_url("**/05_publication.html#class-publication-checkpointstore")
