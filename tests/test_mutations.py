@@ -131,6 +131,13 @@ def test_the_scripts_drawn_cover_what_they_should() -> None:
     assert len({fault for seed in range(200) for fault in loop["faults_of"](seed)}) == 14
 
 
+def test_the_published_statistics_of_scripts_are_of_two_hundred_each_without_a_wrong_verdict() -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "script_statistics.json").read_text())
+    assert told["n"] == sum(told["sound"].values()) == sum(told["planted"].values()) == 200
+    assert told["wrong"] == [] and told["sound"] == {"EQUIVALENT": 200} and "EQUIVALENT" not in told["planted"]
+    assert len(told["by_fault"]) == 14 and {"checkpoint", "chain", "event", "random"} <= set(told["killed"])
+
+
 def test_the_published_statistics_are_of_two_hundred_each_without_a_wrong_verdict() -> None:
     told = json.loads((ROOT / "benchmarks" / "results" / "proof_statistics.json").read_text())
     assert told["n"] == sum(told["sound"].values()) == sum(told["planted"].values()) == 200
