@@ -336,6 +336,14 @@ class Slot(NamedTuple):
     n_bytes: int
 
 
+def _reach(tensor: torch.Tensor) -> int:
+    """Count the bytes of memory, from the storage's first, that a tensor's elements lie in."""
+    n = tensor.numel()
+    if n and not tensor.is_contiguous():
+        n = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + n) * tensor.itemsize if n else 0
+
+
 class TensorNames:
     """Gives each distinct tensor of a tree one name: its dotted path, with a number where two paths collide.
 
@@ -359,6 +367,9 @@ class TensorNames:
                 f"holds dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPE_NAMES)}; convert it")
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ContractError(f"{format_path(path)} has {tensor.dim()} dimensions, at most {_MAX_DIMENSIONS} fit")
+        if _reach(tensor) > (has := tensor.untyped_storage().nbytes()):  # reading it would kill the process
+            raise ContractError(f"{format_path(path)} needs {_reach(tensor):,} bytes of memory and has {has:,}: its "
+                                "memory was freed or shrunk, as wrappers do between uses; save while it is whole")
         met = self._at.setdefault(tensor.data_ptr() or id(tensor), [])
         for name in met:  # a key costs more than all else here, so it is made only where it decides
             if self.tensors[name] is tensor or tensor_key(self.tensors[name]) == tensor_key(tensor):

@@ -51,14 +51,20 @@ class Memory:
         kept = self._kept
         if kept is None or kept.nbytes < n_bytes or kept.is_pinned() != pinned:
             self._kept = kept = None  # before the new one is made: the two need not exist together
-            self._kept = kept = _touched((n_bytes // _HEADROOM + 1) * _HEADROOM, pinned)
+            n_new = (n_bytes // _HEADROOM + 1) * _HEADROOM
+            try:
+                self._kept = kept = _touched(n_new, pinned)
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"a save in the background needs {n_new:,} bytes of memory for a copy of the state, and got none "
+                    f"({error}): save with wait=True, which needs no copy") from error
         return kept[:n_bytes]
 
     def give_back(self) -> None:
         "Lets go of the memory."
         self._kept = None
 
-# %% ../nbs/04a_staging.ipynb #cell-016
+# %% ../nbs/04a_staging.ipynb #cell-019
 class _Copier:
     "Copies tensors into memory: at once from the CPU, on a side stream from a CUDA device."
 
@@ -91,7 +97,7 @@ class _Copier:
         for stream in self._streams.values():
             stream.synchronize()
 
-# %% ../nbs/04a_staging.ipynb #cell-018
+# %% ../nbs/04a_staging.ipynb #cell-021
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -115,7 +121,7 @@ def _changed_by(optimizers: Iterable[Optimizer]) -> set[tuple[int, int]]:
                 found.add(_place_of(tensor))
     return found
 
-# %% ../nbs/04a_staging.ipynb #cell-022
+# %% ../nbs/04a_staging.ipynb #cell-025
 _EDGE = 64  # bytes at each end of a tensor that are compared besides its version counter
 
 
@@ -138,7 +144,7 @@ class _Watched:
         "Whether nothing shows that the tensor was written to or moved."
         return self.tensor._version == self.version and self._edges() == self.edges
 
-# %% ../nbs/04a_staging.ipynb #cell-026
+# %% ../nbs/04a_staging.ipynb #cell-029
 class Staged:
     "One state on its way into the memory: part of it copied already, the rest before any optimizer's next step."
 
@@ -201,7 +207,7 @@ class Staged:
                 "optimizer.step() only, or save without overlap"
             )
 
-# %% ../nbs/04a_staging.ipynb #cell-027
+# %% ../nbs/04a_staging.ipynb #cell-030
 class Staging:
     "The memory that a store keeps for saves in the background, and the hooks by which optimizers wait for the copy."
 
@@ -227,8 +233,9 @@ class Staging:
 
     def _before_step(self, *ignored: Any) -> None:
         "Called by an optimizer that is about to change its parameters."
-        if self._current is not None:
-            self._current.release()
+        current = self._current  # looked at once: another thread may be done with it by the next line
+        if current is not None:
+            current.release()
 
     def forget(self) -> None:
         "Drops the reference to the last state; the memory stays."

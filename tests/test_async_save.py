@@ -243,7 +243,9 @@ def test_a_loop_with_overlapped_saves_is_bitwise_the_loop_without(directory):
 @pytest.mark.parametrize("change", [
     lambda run: run.model[0].weight.mul_(2), lambda run: run.model[2].bias.data.add_(1),
     lambda run: run.optimizer.state[run.model[0].weight]["exp_avg"].zero_(),
-], ids=["in place", "through .data, unseen by the version counter", "optimizer state"])
+    lambda run: run.model[0].weight.detach().numpy().fill(3), lambda run: run.model[0].weight.view(-1)[5].fill_(3),
+], ids=["in place", "through .data, unseen by the version counter", "optimizer state", "through NumPy",
+        "in a view"])
 def test_a_tensor_changed_behind_the_hook_fails_the_checkpoint_and_not_the_run(directory, held_copy, change):
     run = Run(step=2)
     with CheckpointStore(directory) as store:
@@ -256,6 +258,73 @@ def test_a_tensor_changed_behind_the_hook_fails_the_checkpoint_and_not_the_run(d
             pending.result()
         assert store.generations() == []
         assert store.save(run.contract).step == 3
+
+
+def scaled_and_skipped(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(run.model(torch.full((4, 64), float("inf"))).sum()).backward()
+    scaler.step(run.optimizer)  # gradients that are not finite: this step does not take place
+    scaler.update()
+    run.advance()
+
+
+def from_another_thread(run):
+    run.backward()
+    thread = threading.Thread(target=run.optimizer.step)
+    thread.start()
+    thread.join()
+
+
+def exchanged(run):
+    parameter = run.model[0].weight
+    parameter.data = torch.zeros_like(parameter)  # another tensor; the one that was saved is left as it was
+    run.optimizer.state[parameter]["exp_avg"] = torch.ones_like(parameter)
+    run.advance()
+
+
+def failed_backward(run):
+    with pytest.raises(RuntimeError, match="shape"):
+        run.model(torch.zeros(4, 3))
+    run.optimizer.zero_grad(set_to_none=True)
+    run.advance()
+
+
+@pytest.mark.parametrize("body", [scaled_and_skipped, from_another_thread, exchanged, failed_backward])
+def test_what_a_loop_may_do_before_its_next_step_does_not_touch_the_hidden_copy(directory, held_copy, body):
+    run = Run(step=2)
+    expected = run.digest()
+    with CheckpointStore(directory) as store:
+        pending = store.save(run.contract, wait=False, overlap=True)
+        threading.Timer(0.2, held_copy.set).start()
+        body(run)
+        assert held_copy.is_set(), "a step did not wait"
+        assert pending.result().state_digest == expected
+    assert run.digest() != expected
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whichever_optimizer_steps_first_waits_for_the_whole_copy(directory, held_copy, first):
+    run = Run(step=1)
+    both = [torch.optim.LBFGS(run.model[0].parameters(), max_iter=2), torch.optim.SGD(run.model[2].parameters(), lr=1)]
+    contract = Contract(model=run.model, lbfgs=both[0], sgd=both[1])
+
+    def closure():
+        run.model.zero_grad()
+        loss = run.model(torch.ones(4, 64)).square().mean() + run.model[0].weight.square().mean()
+        loss.backward()
+        return loss
+
+    for optimizer in both:
+        optimizer.step(closure)
+    with CheckpointStore(directory) as store:
+        expected = store.save(contract, step=1).state_digest
+        pending = store.save(contract, step=1, wait=False, overlap=True)
+        threading.Timer(0.2, held_copy.set).start()
+        for optimizer in (both[first], both[1 - first]):
+            optimizer.step(closure)
+            assert held_copy.is_set(), "a step did not wait"
+        assert pending.result().state_digest == expected
+        assert store.save(contract, step=2).state_digest != expected
 
 
 def test_without_the_optimizer_in_the_contract_nothing_is_left_for_later(directory, held_copy):
@@ -281,6 +350,26 @@ def test_hooks_do_not_outlive_the_store(directory):
         assert len(run.optimizer._optimizer_step_pre_hooks) == 1
     assert not run.optimizer._optimizer_step_pre_hooks
     run.advance()
+
+
+def test_without_memory_for_a_copy_a_save_that_waits_still_works(directory):
+    done = in_process("""
+        import resource, sys
+        sys.path.insert(0, sys.argv[2])
+        from test_async_save import *
+        run = Run(step=1)
+        with CheckpointStore(sys.argv[1]) as store:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), resource.RLIM_INFINITY))
+            for overlap in (False, True):
+                try:
+                    store.save(run.contract, wait=False, overlap=overlap)
+                except CheckpointError as error:
+                    print(error)
+            run.optimizer.step()  # nothing is left that it would wait for
+            print(store.save(run.contract).step)
+    """, directory, Path(__file__).parent)
+    assert done.stdout.count("save with wait=True") == 2 and done.stdout.endswith("\n1\n"), done.stderr
 
 
 # Processes
