@@ -515,7 +515,8 @@ def growth_point(contract: Contract, folder: Path, steps: Iterator[int]) -> dict
     """Save, look at and verify one state."""
     shutil.rmtree(folder / "growth", ignore_errors=True)
     with CheckpointStore(folder / "growth", keep_last=1) as store:
-        row = {"save_s": timed(lambda: store.save(contract, step=next(steps)))}
+        row: dict[str, Any] = {"save_s": timed(lambda: store.save(contract, step=next(steps)))}
+        row["extra_bytes"] = extra_memory(lambda: store.save(contract, step=next(steps)))
         blocking = []
         for _ in range(3):
             blocking.append(timed(lambda: store.save(contract, step=next(steps), wait=False), n=1))
