@@ -11,9 +11,10 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
            'inspection', 'Inspect', 'difference_row', 'differences_of', 'Diff', 'new_file', 'Export', 'Import',
            'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'ranks_outcome',
-           'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'CompareTuning',
-           'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
-           'warnings_in_lines', 'execute', 'main', 'train_smoke', 'compare_tuning']
+           'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'takes_files',
+           'can_be_written', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say',
+           'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
+           'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -1444,6 +1445,31 @@ class Plan:
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
 # %% ../nbs/10_cli.ipynb #cell-130
+def takes_files(
+    flag: str,  # that named it
+    folder: Path,  # in which files shall be made
+) -> None:
+    "Find out first whether a file can be made in a folder. Raises `UsageError` where not."
+    if not folder.is_dir():
+        raise UsageError(f"{flag}: expected a folder that is there, got {folder}")
+    try:
+        with temporary.NamedTemporaryFile(dir=folder, prefix=".fttl-"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: expected a folder in which a file can be made, got {folder} ({error.strerror}); "
+                         "name another one") from None
+
+
+def can_be_written(
+    flag: str,  # that named it
+    path: Path,  # a file that shall be made at the end of minutes of work
+) -> None:
+    "Find out first whether a file can be made there. Raises `UsageError` where not."
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
+    takes_files(flag, path.parent)
+
+# %% ../nbs/10_cli.ipynb #cell-132
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1464,8 +1490,7 @@ class CompareTuning:
         "Compare, write the file, and print the table."
         within("--rank", self.rank, 1, 2**31 - 1)
         within("--threads", self.threads, 1, 1024)
-        if self.output.is_dir() or not self.output.parent.is_dir():
-            raise UsageError(f"--output: expected a file in a folder that is there, got {self.output}")
+        can_be_written("--output", self.output)
         config = configuration(self.config, self.overrides)
         from fault_tolerant_transformer_lab.lora import DEFAULT_TARGETS, compare_tuning
         from fault_tolerant_transformer_lab.publication import write_atomically
@@ -1477,7 +1502,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-135
+# %% ../nbs/10_cli.ipynb #cell-137
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1503,25 +1528,35 @@ class Crashtest:
         metavar="NAME", help=f"a campaign to run, may be given several times, by default all: {', '.join(CAMPAIGNS)}",
         help_behavior_hint="(optional)")]] = ()
     output: _OptionalPath = None  # write the report to this file (JSON)
+    directory: _OptionalPath = None  # work in this folder; by default in memory, or where temporary files go
     jobs: _Whole = 2  # processes at a time, where a campaign can use them
 
     def run(self) -> Outcome:  # a table of faults; status 1 where anything was lost or a mutant was not caught
         "Run the campaigns and print one table."
         within("--jobs", self.jobs, 1, 1024)
         if unknown := [name for name in self.only if name not in CAMPAIGNS]:
-            raise UsageError(f"--only: expected names out of {', '.join(CAMPAIGNS)}, got {', '.join(unknown)}")
-        if self.output is not None and (self.output.is_dir() or not self.output.parent.is_dir()):
-            raise UsageError(f"--output: expected a file in a folder that is there, got {self.output}")
+            several = "; give --only once for each name" if any("," in name for name in unknown) else ""
+            got = " and ".join(unknown)
+            raise UsageError(f"--only: expected names out of {', '.join(CAMPAIGNS)}, got {got}{several}")
+        if self.output is not None:
+            can_be_written("--output", self.output)
+        if self.directory is not None:
+            takes_files("--directory", self.directory)
         from fault_tolerant_transformer_lab.crashes import crashtest
-        from fault_tolerant_transformer_lab.publication import write_atomically
+        from fault_tolerant_transformer_lab.publication import PublicationError, write_atomically
 
         only = [name.replace("real-faults", "real faults") for name in self.only] or None
-        report = crashtest(scale=self.scale, only=only, n_workers=self.jobs)
+        report = crashtest(scale=self.scale, only=only, n_workers=self.jobs, directory=self.directory)
+        outcome = report_outcome(report)
         if self.output is not None:
-            write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
-        return report_outcome(report)
+            try:
+                write_atomically(self.output, f"{as_json(report.to_plain())}\n".encode())
+            except (OSError, PublicationError) as error:  # minutes of work: the table is printed all the same
+                said = f"the report could not be written into {self.output}: {error}"
+                return replace(outcome, status=1, complaint="; ".join(filter(None, (outcome.complaint, said))))
+        return outcome
 
-# %% ../nbs/10_cli.ipynb #cell-138
+# %% ../nbs/10_cli.ipynb #cell-140
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1571,7 +1606,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-142
+# %% ../nbs/10_cli.ipynb #cell-144
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1614,7 +1649,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-144
+# %% ../nbs/10_cli.ipynb #cell-146
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1655,7 +1690,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-146
+# %% ../nbs/10_cli.ipynb #cell-148
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages

@@ -1,4 +1,6 @@
 """The command line as a process: every command, every exit status, every documented error."""
+
+import errno
 import json
 import os
 import re
@@ -710,6 +712,29 @@ def test_crashtest_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:3] == ["fault", "tried", "lost"] and "SIGKILL" in done.stdout
     assert json.loads((tmp_path / "report.json").read_text())["lost"] == 0
+
+
+def test_a_report_that_cannot_be_written_is_refused_first_and_the_table_is_never_lost(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    from fault_tolerant_transformer_lab import crashes, publication
+
+    report, places = crashes.Report("quick", [crashes.Tried("kills", tried=3)]), []
+    monkeypatch.setattr(crashes, "crashtest", lambda directory, **options: places.append(directory) or report)
+    assert_refused(in_process(capsys, "crashtest", "--output", "/proc/x.json"), 2, "--output", "/proc", "another")
+    assert_refused(in_process(capsys, "crashtest", "--directory", "/proc"), 2, "--directory", "/proc")
+    refused = in_process(capsys, "crashtest", "--directory", tmp_path / "nowhere")
+    assert_refused(refused, 2, "--directory", "folder that is there")
+    assert_refused(in_process(capsys, "crashtest", "--only", "copies,hostile"), 2, "--only once for each")
+    assert places == []
+
+    def _full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(publication, "write_atomically", _full)
+    told = in_process(capsys, "crashtest", "--output", tmp_path / "x.json", "--directory", tmp_path)
+    assert told.returncode == 1 and "kills" in told.stdout and "No space left" in told.stderr
+    assert places == [tmp_path] and list(tmp_path.iterdir()) == []
 
 
 def test_a_report_of_losses_or_of_nothing_is_status_1() -> None:

@@ -15,11 +15,14 @@ from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
     CAMPAIGNS,
     CHAIN,
+    KILLED_RUNS,
+    LONGEST,
     MODES,
     MUTANTS,
     REAL_FAULTS,
     SCALES,
     SOAK,
+    WORKING_ROOM,
     Caught,
     Reference,
     Report,
@@ -27,11 +30,21 @@ from fault_tolerant_transformer_lab.crashes import (
     Watched,
     attempt,
     broken_by_kills,
+    copies,
     crashtest,
+    damage_everywhere,
+    fail_everywhere,
+    fail_really,
+    hostile_everywhere,
+    kill_everywhere,
     losses,
     outdated,
+    peer_flips,
+    power_cuts,
+    roomy,
     soak,
     source_digests,
+    two_writers,
     undisturbed,
 )
 
@@ -42,10 +55,80 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_runs_killed_at_random_moments_end_as_the_undisturbed_run(memory_dir, kills):
     tried = soak(memory_dir / "soak", kills=kills, n_workers=2, progress_bar=False)
     assert tried.tried == kills and tried.lost == 0, tried.examples
-    assert tried.detail["longest_chain"] >= CHAIN
+    assert CHAIN <= tried.detail["longest_chain"] <= LONGEST and tried.detail["runs"] >= kills / LONGEST
+    recovering = tried.detail["phases"]["recovering"] + tried.detail["phases"].get("starting", 0)
+    assert recovering < kills / 2, tried.detail  # most kills find a run that trains or saves
     assert {"recovering", "during_write"} <= set(tried.detail["phases"]), tried.detail
     assert set(tried.detail["modes"]) == set(MODES), tried.detail
     assert not (memory_dir / "soak").exists()
+
+
+@pytest.mark.parametrize("campaign", [
+    lambda path: soak(path, kills=2, progress_bar=False), lambda path: kill_everywhere(path, 0),
+    lambda path: fail_everywhere(path, 0), lambda path: damage_everywhere(path, 1), lambda path: peer_flips(path, 1),
+    lambda path: two_writers(path, 1), hostile_everywhere, copies, fail_really,
+], ids=["soak", "kills", "errnos", "damage", "peers", "writers", "hostile", "copies", "real faults"])
+def test_a_folder_with_somebodys_files_is_refused_and_left_alone(tmp_path, campaign):
+    (tmp_path / "thesis.txt").write_text("kept for years")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="expected an empty or new folder, found 2 entries in .*; name another path"):
+        campaign(tmp_path)
+    assert {path.name for path in tmp_path.rglob("*")} == {"thesis.txt", "checkpoints"}
+    with pytest.raises(ValueError, match="expected an empty or new folder, got a file"):
+        campaign(tmp_path / "thesis.txt")
+    assert (tmp_path / "thesis.txt").read_text() == "kept for years"
+
+
+@pytest.mark.parametrize("ended", [None, SystemExit, KeyboardInterrupt])
+def test_soak_removes_only_what_it_made(memory_dir, monkeypatch, ended):
+    "Even what somebody puts into its folder while it runs stays, and so does a folder that was there."
+    def _soak_in_parallel(directory, *others):
+        (directory / "worker-0" / "run-0").mkdir(parents=True)
+        (directory / "notes.txt").write_text("kept")
+        if ended is not None:
+            raise ended
+        return Tried("soak", 1)
+
+    monkeypatch.setattr(crashes, "_soak_in_parallel", _soak_in_parallel)
+    for place in (memory_dir / "there", memory_dir / "new"):
+        if place.name == "there":
+            place.mkdir()
+        with suppress(SystemExit, KeyboardInterrupt):
+            soak(place, kills=1, progress_bar=False)
+        assert [path.name for path in place.rglob("*")] == ["notes.txt"]
+
+
+def test_no_run_is_killed_more_than_ten_times(memory_dir, monkeypatch):
+    "Delays of nothing: without a limit all the kills would hit one run that never gets anywhere."
+    monkeypatch.setattr(crashes.random.Random, "uniform", lambda self, low, high: 0.0)
+    tried = soak(memory_dir / "soak", kills=2 * LONGEST + 1, config=SOAK.replace(steps=12), progress_bar=False)
+    assert (tried.detail["runs"], tried.detail["longest_chain"], tried.lost) == (3, LONGEST, 0), tried.examples
+
+
+def test_a_kill_that_is_timed_from_the_first_step_does_not_hit_the_start(memory_dir):
+    watched = Watched()
+    assert attempt(SOAK, memory_dir / "run", watched, 0.0, from_start=False) and watched.phase != "starting"
+    assert attempt(SOAK, memory_dir / "run", watched, 0.0) and watched.phase == "starting"
+
+
+def test_memory_with_too_little_room_is_not_worked_in(memory_dir, tmp_path, monkeypatch):
+    usage = type(crashes.shutil.disk_usage(memory_dir))
+    monkeypatch.setattr(crashes.shutil, "disk_usage", lambda path: usage(WORKING_ROOM, 0, WORKING_ROOM))
+    assert roomy(memory_dir) == memory_dir and roomy(memory_dir / "nowhere") is None
+    assert crashes.no_room_in(memory_dir) == ""
+    monkeypatch.setattr(crashes.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    assert roomy(memory_dir) is None
+    monkeypatch.setattr(crashes, "with_private_mounts", lambda work: (None, "mkfs: No space left on device"))
+    for tried in power_cuts(tmp_path / "power"):
+        assert "64 MiB are free" in tried.not_run and "--directory" in tried.not_run
+
+
+def test_a_cgroup_whose_limit_cannot_be_written_is_removed(memory_dir, monkeypatch):
+    groups = memory_dir / "groups"
+    groups.mkdir()
+    monkeypatch.setattr(crashes, "memory_cgroup", lambda: (groups, "no/limit", "events"))
+    tried = crashes.out_of_memory(memory_dir / "work")
+    assert "limit" in tried.not_run and list(groups.iterdir()) == []
 
 
 def test_a_run_is_killed_five_times_even_where_no_kill_comes_in_time(memory_dir, monkeypatch):
@@ -189,8 +272,9 @@ def test_the_table_says_what_each_peer_found_and_counts_both_kinds_of_cut():
 def whole_report(scale):
     "A report of this very code in which everything ran."
     report = Report(scale, campaigns=list(CAMPAIGNS), source=source_digests(), peers_beside={"CheckpointStore": {}})
-    report.rows = [Tried("SIGKILL at random moments of training runs", SCALES[scale].kills,
-                         detail={"modes": dict.fromkeys(MODES, 1)}), Tried("errnos of real faults", len(REAL_FAULTS))]
+    detail = {"modes": dict.fromkeys(MODES, 1), "runs": SCALES[scale].kills // LONGEST}
+    report.rows = [Tried(KILLED_RUNS, SCALES[scale].kills, detail=detail),
+                   Tried("errnos of real faults", len(REAL_FAULTS))]
     report.mutants = [Caught(name, 1, "", (), {}) for name in MUTANTS]
     return report
 
@@ -204,6 +288,7 @@ def test_a_report_of_other_code_or_of_a_part_is_outdated():
         ("campaigns", [name for name in CAMPAIGNS if name != "power"], "not known to have run: power"),
         ("mutants", [], "mutants not tried: error of close not believed"),
         ("rows", whole_report("ci").rows, "300 kills of runs, saving sync, async, overlapped"),
+        ("rows", [Tried(KILLED_RUNS, 1000, detail={"runs": 4})], "1000 kills in 4 runs"),
         ("rows", [], "0 kills of runs, saving in one way"),
         ("rows", [], "not all of the 9 faults of the kernel"),
         ("peers_beside", {}, "no power cut of peers after a neighbour's fsync"),
@@ -235,3 +320,5 @@ def test_one_campaign_by_name_and_an_unknown_scale(tmp_path):
         crashes.crashtest(scale="huge")
     with pytest.raises(ValueError, match="only: expected some of .*copies.*, got kils"):
         crashtest(scale="quick", only=["kils", "copies"])
+    with pytest.raises(ValueError, match="directory: expected a folder that is there"):
+        crashtest(scale="quick", only=["copies"], directory=tmp_path / "nowhere")
