@@ -373,7 +373,7 @@ def only_empty(
     if folder.exists() and (n := sum(1 for _ in folder.iterdir())):
         held = "1 entry" if n == 1 else f"{n} entries"
         raise ValueError(f"expected an empty or new folder, found {held} in {folder}; name another path, "
-                         "or move them away")
+                         "or move away what lies there")
     return folder
 
 # %% ../nbs/08_crashes.ipynb #cell-067
