@@ -891,7 +891,9 @@ def _read_header(file: _File) -> bytearray:
     if file.size < _DIGEST_AT + 64:
         raise file.corrupt("header", f"the file has {file.size} bytes, too few for a header", kind=kind)
     n_bytes = 8 + struct.unpack_from("<Q", begin)[0]
-    if not _DIGEST_AT + 64 <= n_bytes <= min(file.size, MAX_HEADER_BYTES):
+    if MAX_HEADER_BYTES < n_bytes <= file.size:
+        raise file.corrupt("header", f"its length says {n_bytes} bytes, the most is {MAX_HEADER_BYTES}", kind=kind)
+    if not _DIGEST_AT + 64 <= n_bytes <= file.size:
         raise file.corrupt("header", f"its length says {n_bytes} bytes, the file has {file.size}", kind=kind)
     header = bytearray(n_bytes)
     file.read_into(memoryview(header), 0, "header")

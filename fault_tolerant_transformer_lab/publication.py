@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['place_of', 'PublicationError', 'Operation', 'Seam', 'OpenFileCalls', 'Disk', 'ForwardingDisk', 'Recorded',
-           'RecordingDisk', 'write_fully', 'fill', 'publish', 'make_directories', 'write_atomically', 'Generation',
-           'generation_name', 'step_of', 'Generations', 'NoCheckpointError', 'Restored', 'restore_newest', 'to_delete',
-           'set_aside', 'CheckpointLockedError', 'WriterLock', 'Published', 'Pending', 'CheckpointStore']
+           'RecordingDisk', 'write_fully', 'fill', 'publish', 'resolve_path', 'make_directories', 'write_atomically',
+           'Generation', 'generation_name', 'step_of', 'Generations', 'NoCheckpointError', 'Restored', 'restore_newest',
+           'to_delete', 'set_aside', 'CheckpointLockedError', 'WriterLock', 'Published', 'Pending', 'CheckpointStore']
 
 # %% ../nbs/05_publication.ipynb #cell-003
 import atexit
@@ -62,6 +62,7 @@ _REMEDIES = {
     errno.EINTR: "a signal interrupted the call: save again",
     errno.EEXIST: "something else already has this name: look at it and remove it",
     errno.ELOOP: "this name is a symbolic link, which is never followed: put the real file or directory there",
+    errno.EISDIR: "a directory has the name of a file: look at it and remove it",
     errno.ENOTDIR: "this is not a directory (a link is never followed): remove it or choose another directory",
     errno.ENOENT: "the directory was moved or deleted: put it back or open the store again",
     errno.ENOLCK: "this file system cannot lock: use a local one",
@@ -176,7 +177,8 @@ class Seam:
         try:
             return self.operation(name, path, Operation(name, path, call, **facts))
         except OSError as error:
-            raise PublicationError(name, path, error) from error
+            in_the_way = facts.get("target") if error.errno == errno.EISDIR else None
+            raise PublicationError(name, in_the_way or path, error) from error
 
     def path_of(
         self,
@@ -542,6 +544,25 @@ def _require_platform() -> None:
         )
 
 
+def _require_no_nul(path: Path) -> None:
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r} holds a NUL, which no path can: choose another name")
+
+
+def resolve_path(
+    path: Path | str,  # need not exist
+) -> Path:  # the same, absolute and without symbolic links
+    "Follow the links of a path; where the system cannot, say so as for any other operation."
+    _require_no_nul(Path(path))
+    try:
+        return Path(path).resolve()
+    except RuntimeError as error:  # how Python before 3.13 tells of a link that leads back to itself
+        loop = OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        raise PublicationError("resolve", Path(path), loop) from error
+    except OSError as error:  # a relative path, and the current directory was deleted
+        raise PublicationError("resolve", Path(path), error) from error
+
+
 def make_directories(
     path: Path | str,  # the directory that shall exist; its missing parents are made as well
     disk: Disk | None = None,  # the seam; None: the real disk
@@ -549,7 +570,7 @@ def make_directories(
     "Makes a directory and its missing parents, each synced into its parent before anything is put into it."
     _require_platform()
     disk = disk or Disk()
-    existing = resolved = Path(path).resolve()
+    existing = resolved = resolve_path(path)
     missing: list[str] = []
     while not os.path.exists(existing):
         missing.insert(0, existing.name)
@@ -582,8 +603,9 @@ def write_atomically(
     "Puts a small file under a name by the recipe of a checkpoint: durable, and old or new at every instant."
     _require_platform()
     disk, path = disk or Disk(), Path(path)
+    _require_no_nul(path)
     there = path.parent.is_dir() or not parents
-    parent = path.parent.resolve() if there else make_directories(path.parent, disk)
+    parent = resolve_path(path.parent) if there else make_directories(path.parent, disk)
     with _directory(disk, parent) as directory:
         _remove_abandoned(disk, directory, path.name)
         temporary = f".{path.name}.{secrets.token_hex(4)}.tmp"
@@ -688,9 +710,14 @@ def _no_link(directory: Path) -> Path:
     if is_link:
         raise CheckpointError(
             f"{place_of(directory)} is a symbolic link, and whoever can exchange a link can exchange every checkpoint: "
-            f"name the directory itself ({directory.resolve().name}/); links further up the path are followed"
+            f"name the directory itself ({resolve_path(directory).name}/); links further up the path are followed"
         )
-    return directory.resolve()
+    return resolve_path(directory)
+
+
+def _generations_among(names: Iterable[str], directory: Path) -> list[Generation]:
+    found = [(step_of(name), name) for name in names]
+    return sorted(Generation(step, directory / name) for step, name in found if step is not None)
 
 
 class Generations:
@@ -714,8 +741,7 @@ class Generations:
 
     def generations(self) -> list[Generation]:
         "The checkpoints by their names, oldest first, whether sound or not."
-        found = [(step_of(name), name) for name in self.names()]
-        return sorted(Generation(step, self.directory / name) for step, name in found if step is not None)
+        return _generations_among(self.names(), self.directory)
 
     def is_empty(self) -> bool:
         "Whether nothing here was ever published: neither a checkpoint nor one that was set aside."
@@ -844,10 +870,10 @@ class _Sound:
             self._facts[path] = facts
 
 
-def _facts_of(path: Path) -> tuple[int, ...] | None:
-    "What changes when somebody writes to a file or exchanges it."
+def _facts_of(path: Path | str, directory: int | None = None) -> tuple[int, ...] | None:
+    "What changes when somebody writes to a file or exchanges it; `directory`: an open one, in which the name is."
     try:
-        facts = os.lstat(path)
+        facts = os.lstat(path, dir_fd=directory)
     except OSError:
         return None
     return facts.st_dev, facts.st_ino, facts.st_mode, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_uid
@@ -921,9 +947,14 @@ def _read_holder(fd: int) -> dict[str, Any]:
     "What the holder wrote down; nothing where it did not get so far, or where somebody else wrote."
     try:
         said = json.loads(os.pread(fd, 4096, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    if not isinstance(said, dict):
+        return {}
+    pid, told = said.get("pid"), (said.get("host"), said.get("started"))
+    believable = type(pid) is int and 0 < pid < 1 << 32 and all(
+        isinstance(text, str) and len(text) < 256 and text.isprintable() for text in told)
+    return said if believable else {}
 
 # %% ../nbs/05_publication.ipynb #cell-122
 _LOCK_NAME = ".lock"
@@ -987,17 +1018,23 @@ class WriterLock:
             text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started})
             write_fully(self.disk, self._fd, memoryview(text.encode()), 0)
 
-    def require_held(self) -> None:
+    def require_held(
+        self,
+        consequence: str = "nothing was written",  # what is true where it raises
+    ) -> None:
         "Raises where the lock's path no longer leads to the file that is locked: a second writer could be in."
         if self._fd is None or self.directory is None:
             return
-        with suppress(FileNotFoundError, NotADirectoryError):
+        try:
             named = os.stat(self.path / _LOCK_NAME, follow_symlinks=False)
             if os.path.samestat(named, os.fstat(self._fd)):
                 return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise PublicationError("read", self.path / _LOCK_NAME, error, consequence=consequence) from error
         raise CheckpointError(
             f"{place_of(self.path / _LOCK_NAME)} was removed or exchanged while this process held it (or the whole "
-            "directory was moved or deleted), so another process may write here; nothing was written. See that no "
+            f"directory was moved or deleted), so another process may write here; {consequence}. See that no "
             "other writer runs, then start again"
         )
 
@@ -1145,15 +1182,28 @@ class _Publisher(_Writer):
                 last_check=_last_check)
         self._doubtful.discard(step)
         published = Published(self.directory / name, step, encoding.manifest.state_digest, encoding.n_bytes)
-        self._sound.note(published.path, _facts_of(published.path))  # every byte of it was just written and synced
+        self._sound.note(published.path, _facts_of(name, directory))  # every byte of it was just written and synced
         self._retain(directory, published)
         return published
 
-    def _retain(self, directory: int, published: Published) -> None:
-        found = [g for g in self.generations() if g.step not in self._doubtful]
+    def _generations_in(self, directory: int) -> list[Generation]:
+        "The checkpoints in the open directory, wherever its path leads by now."
         try:
-            for step in _outdated(found, self.keep_last, self.keep_every, self._sound):
-                self.disk.unlink(directory, generation_name(step))
+            return _generations_among(os.listdir(directory), self.directory)
+        except OSError as error:
+            raise PublicationError("list", self.directory, error) from error
+
+    def _retain(self, directory: int, published: Published) -> None:
+        "Removes what need not stay, if the files that were looked at are still those that would go."
+        try:
+            found = [g for g in self._generations_in(directory) if g.step not in self._doubtful]
+            outdated = _outdated(found, self.keep_last, self.keep_every, self._sound)  # reads them by their paths
+            self._lock.require_held(  # by then the directory may be elsewhere, and another in its place
+                f"{published.path.name} is published and durable in the directory that was held, wherever that is now, "
+                "and no older one was removed")
+            for step in outdated:
+                if step != published.step:
+                    self.disk.unlink(directory, generation_name(step))
         except PublicationError as error:
             error.published = published
             error.consequence = f"{published.path.name} is published and durable, but an older one could not be removed"
@@ -1384,10 +1434,11 @@ class CheckpointStore(_Saver):
     ) -> list[Path]:  # the later checkpoints under their new names
         "Goes back on purpose: later checkpoints are set aside under another name, none is deleted."
         self.wait()
-        directory, found = self._guarded(), self.generations()
+        self._guarded()
+        found = self.generations()
         chosen = next((g for g in found if g.step == step), None)
         if chosen is None:
             raise _nothing(self, step, [])
         _verify(chosen)
         later = [g.path.name for g in reversed(found) if g.step > step]
-        return [self.directory / new for new in set_aside(self.disk, directory, later, "rewound")]
+        return [self.directory / new for new in set_aside(self.disk, self._guarded(), later, "rewound")]

@@ -100,6 +100,7 @@ from fault_tolerant_transformer_lab.publication import (
     make_directories,
     place_of,
     publish,
+    resolve_path,
     set_aside,
     step_of,
     to_delete,
@@ -643,7 +644,7 @@ def read_attempt(
         return Attempt(**json.loads(data))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{place_of(directory / _ATTEMPT)}: expected an attempt's record, found something else "
                               f"({error}); look at it and remove it") from error
 
@@ -919,7 +920,7 @@ def publication_lock(
     directory: Path,  # of the store
     disk: Disk,  # the seam
     wait_s: float,  # how long to wait for another publication to end
-) -> Iterator[int]:  # the directory's descriptor
+) -> Iterator[tuple[int, WriterLock]]:  # the directory's descriptor, and the lock, which tells whether it was moved
     "Hold the writer's lock for one publication; `CheckpointLockedError` where another keeps it."
     lock, deadline = WriterLock(directory, disk), time.monotonic() + wait_s
     while True:
@@ -932,7 +933,7 @@ def publication_lock(
             time.sleep(0.05)
     try:
         lock.sign()
-        yield opened
+        yield opened, lock
     finally:
         lock.release()
 
@@ -945,11 +946,16 @@ def retain(
     keep_last: int,  # see `to_delete`
     keep_every: int | None,  # see `to_delete`
     token: str,  # of the attempt, for the name under which a generation vanishes
+    published: str,  # the generation that was published just now: it stays, whatever else is listed
+    check: Callable[[], object],  # called before anything is removed; raises where the directory is no longer in place
 ) -> None:
     "Remove what retention does not keep; each generation vanishes by a rename before its files go."
     sound = {step: path.name for step, path in generations if _looks_sound(path)}
-    for step in to_delete(sound, keep_last=keep_last, keep_every=keep_every):
-        name = sound[step]
+    outdated = [sound[step] for step in to_delete(sound, keep_last=keep_last, keep_every=keep_every)]
+    check()  # they were looked at by their paths, and go through the open directory
+    for name in outdated:
+        if name == published:
+            continue
         if sharded_step_of(name) is None:
             disk.unlink(directory, name)
             continue
@@ -972,7 +978,7 @@ class _Publishing:
         disk: Disk | None = None,  # the seam; None is the real disk
         lock_wait_s: float = 10.0,  # how long to wait for another publication to end
     ) -> None:
-        self.directory, self.ranks, self.lock_wait_s = Path(directory).resolve(), ranks, lock_wait_s
+        self.directory, self.ranks, self.lock_wait_s = resolve_path(directory), ranks, lock_wait_s
         self.keep_last, self.keep_every, self.disk = keep_last, keep_every, ShardDisk(disk)
         self.attempt: Attempt | None = None
         self._newest: int | None = None  # the newest step when this attempt looked last, or what it made the newest
@@ -990,13 +996,13 @@ class _Publishing:
         if self._thread is not None:
             self._thread.join()
 
-    def _lock(self) -> AbstractContextManager[int]:
+    def _lock(self) -> AbstractContextManager[tuple[int, WriterLock]]:
         return publication_lock(self.directory, self.disk, self.lock_wait_s)
 
     def _begin(self) -> Attempt:
         "On rank 0: fence every older attempt, and remove what it left."
         make_directories(self.directory, self.disk)
-        with self._lock() as directory:
+        with self._lock() as (directory, _):
             attempt = new_attempt(read_attempt(self.directory), self.directory)
             write_atomically(self.directory / _ATTEMPT, json.dumps(attempt.to_plain()).encode(), self.disk)
             for name in filter(_LEFT_OVER.fullmatch, self.disk.list_names(directory)):
@@ -1090,19 +1096,22 @@ class _Publishing:
         finally:
             self.disk.release(folder)
         published = Published(self.directory / name, manifest.step, manifest.state_digest, manifest.n_bytes)
-        with self._lock() as directory:
+        with self._lock() as (directory, lock):
             token = self._mine().token
-            if self._make_way(directory, manifest):
+            if self._make_way(directory, lock, manifest):
                 remove_tree(self.disk, directory, temporary)
                 return published
+            lock.require_held()
             self.disk.replace(directory, temporary, name)
             self._newest = manifest.step
             self.disk.sync_directory(directory)  # before anybody is told, and before any older one goes
             retain(self.disk, directory, self.generations(), keep_last=self.keep_last, keep_every=self.keep_every,
-                   token=token)
+                   token=token, published=name, check=partial(lock.require_held, (
+                       f"{name} is published and durable in the directory that was held, wherever that is now, and no "
+                       "older one was removed")))
         return published
 
-    def _make_way(self, directory: int, manifest: GenerationManifest) -> bool:
+    def _make_way(self, directory: int, lock: WriterLock, manifest: GenerationManifest) -> bool:
         "Whether the very state is published already; a damaged generation of the step goes aside, another is refused."
         step, name = manifest.step, sharded_name(manifest.step)
         existing = [path for found, path in self.generations() if found == step]
@@ -1112,6 +1121,7 @@ class _Publishing:
             there = verify_generation(self.directory / name)
         except CheckpointCorruptError:
             if existing == [self.directory / name]:
+                lock.require_held()  # what is set aside is what was just read
                 set_aside(self.disk, directory, [name], "corrupt")
                 return False
         else:
@@ -1205,8 +1215,9 @@ class RankStore(_Publishing):
 
     def _settle(self, step: int, corrupt: list[str], later: list[str]) -> None:
         "On rank 0: set aside what was passed over, and note what is the newest now."
-        with self._lock() as directory:
+        with self._lock() as (directory, lock):
             self._mine()
+            lock.require_held()
             for names, why in ((corrupt, "corrupt"), (later, "rewound")):
                 set_aside(self.disk, directory, names, why)
             self._newest = step

@@ -733,6 +733,14 @@ def test_absurd_header_lengths_are_refused(good, length):
     assert caught.value.where == "header"
 
 
+def test_a_header_longer_than_any_in_a_file_that_has_room_for_it_is_told_the_limit(good):
+    with open(good, "r+b") as file:
+        file.write(struct.pack("<Q", checkpoint_file.MAX_HEADER_BYTES))
+        file.truncate(2 * checkpoint_file.MAX_HEADER_BYTES)  # sparse
+    with pytest.raises(CheckpointCorruptError, match="its length says 100000008 bytes, the most is 100000000"):
+        read_manifest(good)
+
+
 def test_a_header_off_its_boundary_is_refused(good):
     text, data = header_of(good)
     raw = bytearray(struct.pack("<Q", len(text) + 1) + text.encode() + b" ")

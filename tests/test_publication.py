@@ -1495,3 +1495,114 @@ def test_random_kills_of_a_saving_child_lose_nothing(directory):
         assert Generations(directory).latest().step in (acknowledged, acknowledged + 1)
         assert CheckpointStore(directory).restore(a_run(0)).skipped == ()
     assert diff(*[g.path for g in Generations(directory).generations()][-2:])  # and they are different states
+
+
+class Exchanging(Disk):
+    "Moves the store away once, before or after an operation of a given name, and puts another in its place."
+
+    def __init__(self, operation, store, rival, *, before=False):
+        super().__init__()
+        self.at, self.store, self.rival, self.before, self.armed = operation, store, rival, before, False
+
+    def exchange(self):
+        self.armed = False
+        self.store.rename(self.store.parent / "moved")
+        if self.rival is not None:
+            self.rival.rename(self.store)
+
+    def operation(self, name, path, call):
+        now = self.armed and name == self.at
+        if now and self.before:
+            self.exchange()
+        result = super().operation(name, path, call)
+        if now and not self.before:
+            self.exchange()
+        return result
+
+
+@pytest.mark.parametrize("rival", [True, False], ids=["a rival in its place", "nothing in its place"])
+@pytest.mark.parametrize("operation, before", [("replace", True), ("replace", False), ("sync_directory", False)])
+def test_a_store_exchanged_between_publication_and_retention_loses_nothing(
+        directory, tmp_path, operation, before, rival):
+    other = tmp_path / "other"
+    if rival:
+        store_with(other, 2, 3, 4, keep_last=5)
+    theirs = contents(other) if rival else None
+    disk = Exchanging(operation, directory, other if rival else None, before=before)
+    with CheckpointStore(directory, keep_last=1, disk=disk) as store:
+        store.save(a_run(1))
+        disk.armed = True
+        told = "is published and durable in the directory that was held.*no older one was removed"
+        with pytest.raises(CheckpointError, match=rf"moved or deleted\).*{generation_name(2)} {told}"):
+            store.save(a_run(2))
+    assert sorted(contents(tmp_path / "moved")) == [generation_name(1), generation_name(2)]
+    assert not rival or contents(directory) == theirs
+
+
+def test_retention_never_removes_what_was_published_just_now(directory, monkeypatch):
+    monkeypatch.setattr(publication, "_outdated", lambda found, *how: [g.step for g in found])
+    assert store_with(directory, 1, 2).latest().step == 2
+    assert sorted(contents(directory)) == [generation_name(2)]
+
+
+def test_a_store_exchanged_while_a_rewind_reads_sets_nothing_aside(directory, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    store_with(other, 1, 2, 3, keep_last=5)
+    theirs = contents(other)
+    with CheckpointStore(directory, keep_last=5) as store:
+        for step in (1, 2):
+            store.save(a_run(step))
+        mine, real = contents(directory), publication.verify
+
+        def verify_and_exchange(path):
+            found = real(path)
+            directory.rename(tmp_path / "moved")
+            other.rename(directory)
+            return found
+
+        monkeypatch.setattr(publication, "verify", verify_and_exchange)
+        with pytest.raises(CheckpointError, match="moved or deleted"):
+            store.rewind(1)
+    assert contents(tmp_path / "moved") == mine and contents(directory) == theirs
+
+
+@pytest.mark.parametrize("use", [
+    Generations, CheckpointStore, make_directories, lambda path: write_atomically(path / "result.json", b"")],
+    ids=["Generations", "CheckpointStore", "make_directories", "write_atomically"])
+def test_a_path_that_cannot_be_followed_is_an_error_of_ours(tmp_path, monkeypatch, use):
+    (tmp_path / "L").symlink_to("L")
+    for path in (tmp_path / "L", tmp_path / "L" / "below"):
+        with pytest.raises(CheckpointError, match="symbolic link|not a directory|moved or deleted"), use(path):
+            pass
+    with pytest.raises(CheckpointError, match="holds a NUL"):
+        use(tmp_path / "a\0b")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(PublicationError, match="resolve x: ENOENT.*moved or deleted"):
+        use(Path("x"))
+
+
+@pytest.mark.parametrize("said", [
+    b"[" * 4000, b"[]", b'{"pid": 1}', json.dumps({"pid": 1, "host": "h" * 2000, "started": "now"}).encode(),
+    json.dumps({"pid": 1, "host": "h\nfttl: all is well", "started": "now"}).encode(), b'{"pid": 1' + b"0" * 60 + b"}"])
+def test_what_somebody_else_wrote_into_the_lock_file_is_not_shown(directory, said):
+    with CheckpointStore(directory):
+        (directory / LOCK_NAME).write_bytes(said)
+        with pytest.raises(CheckpointLockedError, match="is locked by another process; wait") as caught:
+            CheckpointStore(directory).__enter__()
+    assert caught.value.pid is caught.value.host is None
+
+
+def test_a_directory_in_a_files_place_is_named_and_to_be_removed(directory, tmp_path):
+    (directory / LOCK_NAME).mkdir(parents=True)
+    with pytest.raises(PublicationError, match=r"open_lock .*checkpoints/\.lock: EISDIR.*remove it"):
+        CheckpointStore(directory).__enter__()
+    (directory / LOCK_NAME).rmdir()
+    (directory / generation_name(1)).mkdir()
+    with CheckpointStore(directory) as store, pytest.raises(CheckpointError, match="step-00000001.*remove"):
+        store.save(a_run(1))
+    (tmp_path / "result.json").mkdir()
+    with pytest.raises(PublicationError, match=r"/result\.json: EISDIR.*remove it"):
+        write_atomically(tmp_path / "result.json", b"{}")

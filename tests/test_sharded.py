@@ -110,6 +110,33 @@ def test_a_kill_of_any_of_three_ranks_leaves_a_whole_generation_and_the_next_sav
     assert not list(store.glob(".*.tmp"))
 
 
+class Exchanger(Disk):
+    "Moves the store away when step 2 has its name there, and puts a rival in its place."
+
+    def __init__(self, store, rival):
+        super().__init__()
+        self.store, self.rival, self.renamed = store, rival, False
+
+    def operation(self, name, path, call):
+        result = call()
+        if self.renamed and name == "sync_directory":
+            self.renamed = False
+            self.store.rename(self.store.parent / "moved")
+            self.rival.rename(self.store)
+        self.renamed |= name == "replace" and call.target is not None and call.target.name == "step-00000002"
+        return result
+
+
+def test_a_store_exchanged_between_publication_and_retention_keeps_its_generations(origin, store, tmp_path):
+    rival = shutil.copytree(origin[0] / "both", tmp_path / "rival")
+    disk = lambda ranks: Exchanger(store, rival) if ranks.is_first else None  # noqa: E731
+    told = run_ranks(steps(store, 2, disk=disk, keep_last=1), 3)
+    for (message,) in told:
+        assert "moved or deleted" in message and "step-00000002 is published and durable" in message
+    for folder in (tmp_path / "moved", store):
+        assert {"step-00000001", "step-00000002"} <= set(os.listdir(folder))
+
+
 def test_no_byte_that_is_published_is_a_pickle(origin):
     for path in (origin[0] / "both").rglob("*"):
         if path.is_file() and path.stat().st_size:
