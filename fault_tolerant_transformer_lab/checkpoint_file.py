@@ -45,6 +45,7 @@ from fault_tolerant_transformer_lab.contract import (
     Snapshot,
     TreePath,
     format_path,
+    memory_address,
     tensor_key,
 )
 
@@ -370,7 +371,7 @@ class TensorNames:
         if _reach(tensor) > (has := tensor.untyped_storage().nbytes()):  # reading it would kill the process
             raise ContractError(f"{format_path(path)} needs {_reach(tensor):,} bytes of memory and has {has:,}: its "
                                 "memory was freed or shrunk, as wrappers do between uses; save while it is whole")
-        met = self._at.setdefault(tensor.data_ptr() or id(tensor), [])
+        met = self._at.setdefault(memory_address(tensor) or id(tensor), [])
         for name in met:  # a key costs more than all else here, so it is made only where it decides
             if self.tensors[name] is tensor or tensor_key(self.tensors[name]) == tensor_key(tensor):
                 return name

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TreePath', 'State', 'MAX_STATE_DEPTH', 'DTYPES', 'TensorKey', 'CheckpointError', 'ContractError',
-           'CheckpointMismatchError', 'EnvironmentMismatchError', 'format_path', 'walk', 'state_tree', 'tensor_key',
-           'StoredTensor', 'MemoryTensor', 'Segment', 'Snapshot', 'SavedState', 'map_tensors', 'freeze', 'Stateful',
-           'Progress', 'RandomGenerators', 'generators_undisturbed', 'NamedGenerator', 'environment_identity',
-           'PlainState', 'Accumulation', 'ModuleFlags', 'Contract']
+           'CheckpointMismatchError', 'EnvironmentMismatchError', 'format_path', 'walk', 'state_tree', 'memory_address',
+           'tensor_key', 'StoredTensor', 'MemoryTensor', 'Segment', 'Snapshot', 'SavedState', 'map_tensors', 'freeze',
+           'Stateful', 'Progress', 'RandomGenerators', 'generators_undisturbed', 'NamedGenerator',
+           'environment_identity', 'PlainState', 'Accumulation', 'ModuleFlags', 'Contract']
 
 # %% ../nbs/03_contract.ipynb #cell-003
 import hashlib
@@ -231,14 +231,26 @@ def _copied(value: Any, path: TreePath, above: tuple[int, ...]) -> Any:
 TensorKey: TypeAlias = tuple[Any, ...]
 
 
+def memory_address(
+    tensor: Tensor,
+) -> int:  # 0 for an empty tensor, and for one that only stands for others, such as a DTensor
+    "Where a tensor's first element lies."
+    try:
+        begin = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+    except RuntimeError:  # torch refuses to give the address of what has none
+        begin = 0
+    return begin and begin + int(tensor.storage_offset()) * tensor.itemsize
+
+
 def tensor_key(
     tensor: Tensor,  # a strided tensor
 ) -> TensorKey:  # equal for two tensors exactly when they are the same elements of the same memory
     "What makes two tensors one: device, address, shape, strides and dtype. Valid while the tensors live."
-    if tensor.numel() == 0:  # nothing is shared, and nothing has an address
-        return ("empty", id(tensor))
-    memory = (str(tensor.device), tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    address = memory_address(tensor)
+    if not address:  # nothing is shared that could be seen
+        return ("itself", id(tensor))
+    shape = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (str(tensor.device), address, *shape, tensor.is_conj(), tensor.is_neg())
 
 # %% ../nbs/03_contract.ipynb #cell-037
 @runtime_checkable

@@ -13,11 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from test_publication import STRACED, from_strace, whole_lines
 
 CODE = """
-    import json, sys
+    import functools, json, sys
+    from fault_tolerant_transformer_lab import training
     from fault_tolerant_transformer_lab.crashes import SOAK
     from fault_tolerant_transformer_lab.publication import RecordingDisk
     from fault_tolerant_transformer_lab.training import deterministic, train
     disk = RecordingDisk()
+    training.Ledger = functools.partial(training.Ledger, disk=disk)  # has a real disk of its own else
     with deterministic(threads=1):
         for steps in (5, 8):  # and resumes
             train(SOAK.replace(steps=steps), sys.argv[1], disk=disk, progress_bar=False)
@@ -56,7 +58,8 @@ def test_the_kernel_saw_of_a_training_run_what_the_seam_recorded(tmp_path, not_r
     assert done.returncode == 0, done.stderr
     recorded = [(name, os.path.relpath(path, root), target and os.path.relpath(target, root), offset, n_bytes)
                 for name, path, target, offset, n_bytes in json.loads(said.read_text()) if name not in ASKED_ONLY]
-    inside = [[entry for entry in entries if not entry[1].startswith("..")]
+    # The lines of the ledger are written by a descriptor whose path the seam does not know; publishing it is compared.
+    inside = [[entry for entry in entries if not entry[1].startswith("..") and entry[1] != "ledger.jsonl"]
               for entries in (recorded, seen_by_the_kernel(log.read_text(), root))]
     assert inside[1] == inside[0]
     names = [name for name, *_ in inside[1]]
