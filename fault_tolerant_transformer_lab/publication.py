@@ -1233,24 +1233,40 @@ class Pending:
         self._published: Published | None = None
         self._error: BaseException | None = None
         self._told = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-save-{step}", daemon=False)
-        self._thread.start()
+
+    def start(self) -> "Pending":  # itself
+        "Begins. Interrupted here, the work may have begun all the same: whoever waits, waits for its end."
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread to be had
+            self._ended.set()
+            raise
+        return self
 
     def _run(self, work: Callable[[], Published]) -> None:
         try:
             self._published = work()
         except BaseException as error:  # raised by whoever asks next
             self._error = error
+        finally:
+            self._ended.set()
+
+    def _join(self) -> None:
+        self._ended.wait()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def done(self) -> bool:
         "Whether it has ended, well or badly."
-        return os.getpid() == self._process and not self._thread.is_alive()
+        return os.getpid() == self._process and self._ended.is_set()
 
     def result(self) -> Published:
         "Waits until the checkpoint is durable and published, or raises what went wrong."
         if os.getpid() != self._process:
             raise CheckpointError(f"step {self.step} is saved by process {self._process}, and this is a forked child")
-        self._thread.join()
+        self._join()
         if self._published is None:
             self._told = True
             raise self._error or CheckpointError(f"the save of step {self.step} ended without a result: save again")
@@ -1260,7 +1276,7 @@ class Pending:
         "Waits for the end; gives the error that nobody has been told yet, and counts it as told."
         if os.getpid() != self._process:
             return None
-        self._thread.join()
+        self._join()
         untold, self._told = not self._told, True
         return self._error if untold else None
 
@@ -1282,13 +1298,13 @@ class _Background(_Publisher):
             staged.copy_rest()
             return self._publish(step, encoding, staged.require_one_moment, lambda: self._abandoned)
 
-        try:
-            self._pending = pending = Pending(step, _work)
-        except BaseException:  # no thread to be had: nobody would copy the rest
-            self._staging.forget()
-            raise
+        self._pending = pending = Pending(step, _work)  # known before it begins: an interrupt must not hide it
         atexit.register(pending.tell)
-        return pending
+        try:
+            return pending.start()
+        except RuntimeError:  # no thread to be had: nobody would copy the rest
+            self._forget_pending()
+            raise
 
     def wait(self) -> None:
         "Waits until no save goes on in the background; raises the failure of the last one, once."
@@ -1328,8 +1344,8 @@ class _Background(_Publisher):
         finally:
             self._staging.close()
             self._lock.release()
-        if failure is not None and error is None:
-            raise failure
+        if failure is not None and (error is None or isinstance(error, SystemExit | GeneratorExit)):
+            raise failure  # nobody reads a note of these
         if failure is not None and error is not None:
             error.add_note(f"The save in the background failed as well: {failure}")
 
@@ -1390,7 +1406,12 @@ class _Saver(_Background):
             return self._publish(snapshot.step, encode(snapshot), lambda: None, lambda: False)
         optimizers = [p for p in contract.participants.values() if isinstance(p, Optimizer)] if overlap else []
         encoding = Encoding(snapshot)  # its header is made in the background
-        return self._begin(snapshot.step, encoding, self._staging.take(encoding, optimizers))
+        try:
+            return self._begin(snapshot.step, encoding, self._staging.take(encoding, optimizers))
+        except BaseException:
+            if self._pending is None:  # interrupted before it began: no optimizer may wait for a copy that nobody makes
+                self._staging.forget()
+            raise
 
 # %% ../nbs/05_publication.ipynb #cell-159
 class CheckpointStore(_Saver):

@@ -426,6 +426,53 @@ def test_an_interpreter_that_exits_tells_a_failure_that_nobody_collected(directo
     assert "removed or exchanged" in done.stderr and not (directory / generation_name(2)).exists()
 
 
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "exit_a_generator()"])
+def test_a_program_that_leaves_its_store_early_ends_with_the_failure(directory, leave):
+    done = child(directory, f"""
+        import contextlib
+        def opened():
+            with contextlib.ExitStack() as leaving:
+                leaving.push(store.__exit__)
+                (Path(sys.argv[1]) / ".lock").unlink()
+                disk.open.set()
+                yield
+        def exit_a_generator():
+            generator = opened()
+            next(generator)
+            generator.close()
+        if "{leave}" == "exit_a_generator()":
+            exit_a_generator()
+        with contextlib.ExitStack() as leaving:
+            leaving.push(store.__exit__)
+            (Path(sys.argv[1]) / ".lock").unlink()
+            disk.open.set()
+            {leave}
+    """)
+    assert done.returncode == 1 and "removed or exchanged" in done.stderr, (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_save_that_is_interrupted_as_it_begins_is_not_forgotten(directory, monkeypatch, when):
+    run, begin = Run(), threading.Thread.start
+
+    def start(thread):
+        if thread.name.startswith("checkpoint-save"):
+            monkeypatch.undo()
+            if when == "after":
+                begin(thread)
+            raise KeyboardInterrupt if when == "after" else RuntimeError("can't start new thread")
+        begin(thread)
+
+    with CheckpointStore(directory) as store:
+        run.advance()
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt if when == "after" else RuntimeError):
+            store.save(run.contract, wait=False, overlap=True)
+        run.advance()  # waits for the copy, or for none
+        assert store.save(run.contract, wait=False).result().step == 2
+        assert [g.step for g in store.generations()] == ([1, 2] if when == "after" else [2])
+
+
 def test_a_forked_child_neither_waits_nor_publishes_nor_tells(directory):
     done = child(directory, """
         def in_child():
