@@ -213,7 +213,7 @@ def test_nothing_was_executed_and_no_output_was_lost(site: Path) -> None:
                 for line in output["text"][:1]]
         text = html.unescape(re.sub(r"<[^>]+>", "", (site / f"{name}.html").read_text()))
         for line in told:
-            assert re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")) in text, (name, line)
+            assert re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip()) in text, (name, line)
 
 
 
