@@ -232,7 +232,7 @@ TensorKey: TypeAlias = tuple[Any, ...]
 
 
 def memory_address(
-    tensor: Tensor,
+    tensor: Tensor,  # of any strides, on any device
 ) -> int:  # 0 for an empty tensor, and for one that only stands for others, such as a DTensor
     "Where a tensor's first element lies."
     try:
