@@ -8,6 +8,7 @@ __all__ = ['MUTANTS', 'FIRST_SAVE', 'SCALES', 'CAMPAIGNS', 'Tried', 'soak', 'Sca
 # %% ../nbs/08_crashes.ipynb #cell-003
 import ctypes
 import errno
+import gc
 import itertools
 import json
 import logging
@@ -82,7 +83,7 @@ def start_child(
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
-    parent, child = os.getpid(), os.fork()
+    parent, child = os.getpid(), _fork()
     if child:
         os.close(writing)
         return child, reading
@@ -99,6 +100,20 @@ def start_child(
             pipe.write(said)
     finally:
         os._exit(status)
+
+
+def _fork() -> int:
+    "Fork; what is garbage here is not destroyed in the child, whose destructors would wait for threads it has not got."
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        child = os.fork()
+        if not child:
+            gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
+    return child
 
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

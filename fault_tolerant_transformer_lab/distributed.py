@@ -11,10 +11,13 @@ __all__ = ['Parallel', 'Ranks', 'process_group', 'RankOutcome', 'RankFailure', '
 # %% ../nbs/11_distributed.ipynb #cell-003
 import base64
 import contextlib
+import faulthandler
+import gc
 import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -161,10 +164,13 @@ def ended_how(
 # %% ../nbs/11_distributed.ipynb #cell-009
 def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: Path, timeout_s: float) -> None:
     "The life of a forked rank."
+    gc.freeze()  # what was garbage in the parent is never destroyed here: see `_start`
+    gc.enable()
     log = open(folder / f"log-{rank}", "wb", buffering=0)  # noqa: SIM115 (it lives as long as the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = open(log.fileno(), "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=log.fileno(), all_threads=False)  # says on SIGABRT where it stands
     for name in ("TORCHELASTIC_RESTART_COUNT",):
         os.environ.pop(name, None)
     try:
@@ -197,8 +203,7 @@ def run_ranks(
         processes = [fork.Process(target=_rank_main, args=(function, rank, size, folder, timeout_s), daemon=True)
                      for rank in range(size)]
         try:
-            for process in processes:
-                process.start()
+            _start(processes)
             running, deadline = dict(enumerate(processes)), begun + timeout_s
             while running and time.monotonic() < deadline:
                 wait_for_any([p.sentinel for p in running.values()], max(0.0, deadline - time.monotonic()))
@@ -206,6 +211,7 @@ def run_ranks(
                     outcomes.append(_outcome(rank, running.pop(rank).exitcode or 0, folder, begun))
                     if outcomes[-1].exit_code:
                         deadline = min(deadline, time.monotonic() + grace_s)
+            stood = {rank: _where_it_stands(process, folder / f"log-{rank}") for rank, process in running.items()}
         finally:
             for process in processes:
                 if process.is_alive():
@@ -213,10 +219,37 @@ def run_ranks(
                 process.join()
         # who was killed had no time to say when; what its peers say comes after it
         outcomes.sort(key=lambda outcome: (outcome.exit_code >= 0, outcome.after_s))
-        outcomes += [_outcome(rank, -signal.SIGKILL, folder, begun, "killed: its time was up") for rank in running]
+        outcomes += [_outcome(rank, -signal.SIGKILL, folder, begun, f"killed: its time was up{where}")
+                     for rank, where in stood.items()]
     return _results(outcomes) if check else outcomes
 
 # %% ../nbs/11_distributed.ipynb #cell-011
+def _start(processes: Sequence[Any]) -> None:
+    """Start forked processes, with no garbage collection before they freeze what they inherit.
+
+    torch's objects end threads of their own when they are destroyed (a `TCPStore` in a cycle of garbage does); a fork
+    has the object and not the thread, so that a collection in the child would wait for ever."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _where_it_stands(process: Any, log: Path) -> str:
+    "End a rank whose time is up by SIGABRT; the innermost calls it was in, as a clause, where it could still say them."
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGABRT)
+        process.join(5.0)
+    said = log.read_text(errors="replace").rpartition("(most recent call first):")[2] if log.exists() else ""
+    calls = re.findall(r'File "(.*)", line (\d+) in (.*)', said)[:4]
+    return "; it was in " + ", called by ".join(f"{name} ({Path(path).name}:{line})" for path, line, name in calls) if (
+        calls) else ""
+
+
 def _outcome(rank: int, exit_code: int, folder: Path, begun: float, error: str = "") -> RankOutcome:
     def _read(kind: str) -> Any:
         path = folder / f"{kind}-{rank}"

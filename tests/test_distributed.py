@@ -1,7 +1,9 @@
 """Groups of processes, what travels between them, and what a run of several ranks refuses."""
 
+import gc
 import math
 import os
+import re
 import signal
 import time
 
@@ -98,7 +100,23 @@ def test_a_rank_that_does_not_end_is_killed_when_its_time_is_up():
     begun = time.monotonic()
     outcomes = run_ranks(lambda ranks: time.sleep(600), 1, timeout_s=2, check=False)
     assert time.monotonic() - begun < 60
-    assert outcomes[0].exit_code == -signal.SIGKILL and "its time was up" in outcomes[0].error
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    assert re.match(r"killed: its time was up; it was in <lambda> \(test_distributed.py:[0-9]+\), called by _rank_main",
+                    outcomes[0].error)
+
+
+def test_ranks_destroy_no_garbage_of_the_process_that_forks_them():
+    class Cycle:
+        def __init__(self):
+            self.me = self
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # its destructor joins a thread
+
+    gc.disable()  # the cycle is still there when the ranks are forked
+    try:
+        Cycle()
+        assert run_ranks(lambda ranks: [gc.collect() >= 0, ranks.rank], 2, timeout_s=60) == [[True, 0], [True, 1]]
+    finally:
+        gc.enable()
 
 
 def test_outside_of_torchrun_the_remedy_is_named(monkeypatch):

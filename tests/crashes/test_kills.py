@@ -1,6 +1,7 @@
 """A save killed at every operation: before it, in its middle, after it."""
 
 import errno
+import gc
 import os
 import select
 import signal
@@ -168,3 +169,25 @@ def lives(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_a_child_destroys_no_garbage_of_its_parent():
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            os.write(writing, b"destroyed")
+
+    reading, writing = os.pipe()
+    gc.disable()
+    try:
+        Cycle()
+        assert in_child(lambda: gc.collect() >= 0).value()
+        os.write(writing, b"kept")
+        assert os.read(reading, 100) == b"kept"
+    finally:
+        gc.enable()
+        gc.collect()
+        os.close(reading)
+        os.close(writing)
