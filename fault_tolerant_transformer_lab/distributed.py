@@ -84,6 +84,7 @@ class Ranks:
     backend: str = "gloo"  # what carries the gradients
     attempt: int = 0  # how often the launcher has restarted the job
     store: Any = None  # the attempt's key-value store; None where nobody needs it
+    timeout_s: float = 120.0  # how long a collective of the group waits for a rank that does not come
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +121,7 @@ def process_group(
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # what is not trained travels by gloo in any case
     dist.init_process_group(both, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     try:
-        yield Ranks(rank, size, backend, attempt, own)
+        yield Ranks(rank, size, backend, attempt, own, timeout_s)
     finally:
         dist.destroy_process_group()
 
@@ -469,7 +470,8 @@ class LocalShards:
             found = self._module_tensors.get(str(path[0]))
         else:
             is_moment = len(path) == 3 and path[0] == "state" and path[2] != "step"
-            found = self.parameters[int(path[1])] if is_moment and int(path[1]) < len(self.parameters) else None
+            index = path[1] if is_moment and isinstance(path[1], int) else -1
+            found = self.parameters[index] if 0 <= index < len(self.parameters) else None
         return found if isinstance(found, DTensor) and tuple(found.shape) == tuple(shape) else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -488,7 +490,11 @@ class LocalShards:
         groups = self.owner.state_dict()["param_groups"]
         _require_shapes({("group", i): [len(g["params"])] for i, g in enumerate(groups)},
                         {("group", i): [len(g["params"])] for i, g in enumerate(state["param_groups"])})
-        moments = [path for path, leaf in walk(state["state"]) if hasattr(leaf, "shape") and path[1] != "step"]
+        moments = [path for path, leaf in walk(state["state"]) if hasattr(leaf, "shape") and path[1:] != ("step",)]
+        for path in moments:
+            if len(path) != 2 or path[0] not in range(len(self.parameters)):
+                raise ContractError(f"{format_path(('state', *path))}: expected the moment of one of "
+                                    f"{len(self.parameters)} parameters, found another; use a checkpoint of this run")
         _require_shapes({path: local_part(self.parameters[int(path[0])]).shape for path in moments},
                         {path: state["state"][path[0]][path[1]].shape for path in moments})
 

@@ -1,6 +1,7 @@
 """Sharded generations under attack: kills of three ranks, forged plans, exchanged files, orphans, rivals."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -20,10 +21,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fault_tolerant_transformer_lab import sharded
 from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, UnknownSchemaError
 from fault_tolerant_transformer_lab.config import load_config, shipped_config
-from fault_tolerant_transformer_lab.contract import CheckpointError, Contract
-from fault_tolerant_transformer_lab.distributed import RankRun, run_ranks
+from fault_tolerant_transformer_lab.contract import CheckpointError, Contract, ContractError
+from fault_tolerant_transformer_lab.distributed import LocalShards, RankRun, run_ranks
 from fault_tolerant_transformer_lab.launch import digest_of_checkpoint, outlive_launcher
 from fault_tolerant_transformer_lab.publication import CheckpointLockedError, CheckpointStore, Disk
 from fault_tolerant_transformer_lab.sharded import (
@@ -238,11 +240,98 @@ def first(document):
     (lambda d: d["tree"].update(extra={"$tensor": "nowhere"}), "malformed"),
     (lambda d: d.update(files=[]), "step and files"),
     (lambda d: d.pop("about"), "malformed"),
+    (lambda d: d["files"][0].update(n_bytes="8"), "whole numbers"),
+    (lambda d: d["files"][0].update(n_bytes=-1), "whole numbers"),
+    (lambda d: d["files"][0].update(own_digest=None), "digests as text"),
+    (lambda d: d["about"].update(config=[]), "expected objects"),
+    (lambda d: d.update(attempt=7), "its number and token"),
+    (lambda d: d.update(tokens_seen="many"), "tokens_seen"),
+    (lambda d: first(d)["chunks"][1].update(name=first(d)["chunks"][0]["name"], file=first(d)["chunks"][0]["file"]),
+     "two chunks lie in one place"),
+    (lambda d: first(d)["chunks"][0].update(offsets=[0] * 70), "whole numbers"),
 ])
 def test_a_forged_plan_is_refused(store, change, said):
     forged(store / "step-00000001", change)
     with pytest.raises(CheckpointCorruptError, match=said):
         read_generation(store / "step-00000001")
+
+
+def test_a_plan_with_a_key_twice_or_with_too_many_values_is_refused(store, monkeypatch):
+    path = store / "step-00000001" / INDEX
+    text = path.read_text().partition('"document":')[2][:-2]
+    for forgery in (text[:-1] + ',"step":1}', text[:-1] + f',"x":{"9" * 5000}}}', text[:-1] + ',"x":' + "[" * 99999):
+        path.write_text(f'{{"digest":"{blake3(forgery.encode()).hexdigest()}","document":{forgery}}}\n')
+        with pytest.raises(CheckpointCorruptError, match="malformed") as found:
+            read_generation(path.parent)
+        assert len(str(found.value)) < 400 and "\n" not in str(found.value)
+    path.write_text(f'{{"digest":"{blake3(text.encode()).hexdigest()}","document":{text}}}\n')
+    assert read_generation(path.parent).step == 1
+    monkeypatch.setattr(sharded, "MAX_INDEX_VALUES", 100)
+    with pytest.raises(CheckpointCorruptError, match="at most 100 are read"):
+        read_generation(path.parent)
+
+
+def test_a_plan_that_no_reader_would_take_is_not_written(store, monkeypatch):
+    manifest = read_generation(store / "step-00000001")
+    assert len(manifest.to_bytes()) == (store / "step-00000001" / INDEX).stat().st_size
+    for limit in ("MAX_INDEX_BYTES", "MAX_INDEX_VALUES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sharded, limit, 200)
+            with pytest.raises(ContractError, match="readers take"):
+                manifest.to_bytes()
+
+
+def test_a_plan_cannot_lend_a_rank_another_own_state(store):
+    def change(document):
+        document["files"][1]["own_digest"] = "0" * 64
+        plain = read_generation(store / "step-00000001")
+        files = tuple(dataclasses.replace(file, own_digest=("0" * 64) if rank == 1 else file.own_digest)
+                      for rank, file in enumerate(plain.files))
+        document["state_digest"] = dataclasses.replace(plain, files=files).state_digest
+
+    forged(store / "step-00000001", change)
+    assert read_generation(store / "step-00000001").files[1].own_digest == "0" * 64
+    with pytest.raises(CheckpointCorruptError, match="rank-00001.*what is its rank's alone"):
+        verify_generation(store / "step-00000001")
+
+
+@pytest.mark.parametrize("key", ["x", 99, -1])
+def test_a_moment_of_no_parameter_is_refused(key):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    shards = LocalShards(optimizer)
+    state = shards.state_dict() | {"state": {key: {"exp_avg": torch.ones(1)}}}
+    with pytest.raises(ContractError, match="expected the moment of one of 1 parameters"):
+        shards.validate_state_dict(state)
+    assert shards.like(("state", key, "exp_avg"), (1,)) is None
+
+
+def test_many_chunks_are_checked_in_a_time_that_grows_as_their_number():
+    n = 20_000  # beside each other in the second dimension: pairs of them would be 200 million
+    boxes = [{"offsets": [0, i], "sizes": [7, 1], "file": 0, "name": f"{i}", "digest": ""} for i in range(n)]
+    assert len(ShardedTensor.from_plain({"dtype": "F32", "shape": [7, n], "chunks": boxes}).chunks) == n
+    boxes[5] = dict(boxes[5], offsets=[0, 6])
+    with pytest.raises(ValueError, match="overlap"):
+        ShardedTensor.from_plain({"dtype": "F32", "shape": [7, n], "chunks": boxes})
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_boxes_tile_exactly_when_each_cell_is_covered_once(data):
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    box = st.tuples(*[st.integers(0, n - 1).flatmap(lambda o, n=n: st.tuples(st.just(o), st.integers(1, n - o)))
+                      for n in shape])
+    boxes = data.draw(st.lists(box, max_size=5))
+    covered = [cell for b in boxes for cell in itertools.product(*[range(o, o + s) for o, s in b])]
+    tiles = sorted(covered) == sorted(itertools.product(*[range(n) for n in shape]))
+    plain = {"dtype": "F32", "shape": shape, "chunks": [
+        {"offsets": [o for o, _ in b], "sizes": [s for _, s in b], "file": 0, "name": f"{i}", "digest": ""}
+        for i, b in enumerate(boxes)]}
+    try:
+        ShardedTensor.from_plain(plain)
+    except ValueError:
+        assert not tiles
+    else:
+        assert tiles
 
 
 def test_an_unknown_schema_is_named(store):
