@@ -368,8 +368,8 @@ class TensorNames:
                 f"holds dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPE_NAMES)}; convert it")
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ContractError(f"{format_path(path)} has {tensor.dim()} dimensions, at most {_MAX_DIMENSIONS} fit")
-        if _reach(tensor) > (has := tensor.untyped_storage().nbytes()):  # reading it would kill the process
-            raise ContractError(f"{format_path(path)} needs {_reach(tensor):,} bytes of memory and has {has:,}: its "
+        if (needs := _reach(tensor)) > (has := tensor.untyped_storage().nbytes()):  # reading it would kill the process
+            raise ContractError(f"{format_path(path)} needs {needs:,} bytes of memory and has {has:,}: its "
                                 "memory was freed or shrunk, as wrappers do between uses; save while it is whole")
         met = self._at.setdefault(memory_address(tensor) or id(tensor), [])
         for name in met:  # a key costs more than all else here, so it is made only where it decides

@@ -9,11 +9,11 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'as_json', 'warned',
            'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'check_ranks_wanted', 'launched',
            'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
-           'inspection', 'Inspect', 'difference_row', 'differences_of', 'Diff', 'new_file', 'Export', 'Import',
-           'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome', 'ranks_outcome',
-           'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'takes_files',
-           'can_be_written', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say',
-           'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
+           'inspection', 'Inspect', 'difference_row', 'differences_of', 'recorded_differences', 'Diff', 'new_file',
+           'Export', 'Import', 'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome',
+           'ranks_outcome', 'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan',
+           'takes_files', 'can_be_written', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak',
+           'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
            'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
@@ -911,16 +911,27 @@ def difference_row(
 def differences_of(
     a: Path,  # a checkpoint, of one file or of several ranks
     b: Path,  # another
-    equal: bool,  # their recorded digests are, and that is enough
 ) -> "list[Difference]":  # empty where there are none
-    "Compare two states, whoever wrote them; generators of several ranks stand under `ranks`."
+    "Compare two states, whoever wrote them, by their tensors' bits; generators of several ranks stand under `ranks`."
+    if a.is_dir() or b.is_dir():
+        from fault_tolerant_transformer_lab.sharded import diff_states
+
+        return diff_states(a, b)
     from fault_tolerant_transformer_lab.checkpoint_file import diff
 
-    if not (a.is_dir() or b.is_dir()):
-        return diff(a, b)
-    from fault_tolerant_transformer_lab.sharded import diff_states
+    return diff(a, b)
 
-    return [] if equal else diff_states(a, b)
+
+def recorded_differences(
+    a: "Manifest | GenerationManifest",  # a checkpoint's header
+    b: "Manifest | GenerationManifest",  # another's
+) -> "list[Difference] | None":  # None where headers cannot tell: ranks divide states in different ways
+    "Compare two states by what their headers record; no tensor is read."
+    from fault_tolerant_transformer_lab.checkpoint_file import Manifest, diff_manifests
+
+    if a.state_digest == b.state_digest:
+        return []
+    return diff_manifests(a, b) if isinstance(a, Manifest) and isinstance(b, Manifest) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -929,16 +940,16 @@ class Diff:
 
     a: _PathArgument  # a checkpoint, a folder of checkpoints, or a run folder
     b: _PathArgument  # what to compare it with
-    headers_only: bool = False  # go by the recorded digests; tensors are read only where those differ
+    headers_only: bool = False  # go by the recorded digests; of several ranks, tensors are read where those differ
     json: bool = False  # print JSON in place of the table
 
     def run(self) -> Outcome:  # the differences; status 1 where there are any
         "Verify, compare, and list the differences or say that there are none."
         self.b.stat()  # a path that is not there is told before gigabytes of the other are read
         (a, of_a), (b, of_b) = (latest_of(path, headers_only=self.headers_only) for path in (self.a, self.b))
-        recorded = self.headers_only and of_a.state_digest == of_b.state_digest
-        differences = differences_of(a, b, recorded)
-        read = not self.headers_only or (not recorded and (a.is_dir() or b.is_dir()))
+        recorded = recorded_differences(of_a, of_b) if self.headers_only else None
+        read = recorded is None
+        differences = differences_of(a, b) if recorded is None else recorded
         status = 1 if differences else 0
         if self.json:
             found = [{"path": d.path, "kind": d.kind, "a": repr(d.a), "b": repr(d.b), "max_abs": d.max_abs,
@@ -951,7 +962,8 @@ class Diff:
         rows = table(["state", "what", "max abs", "max ULP", "elements"], map(difference_row, differences),
                      right=["max abs", "max ULP", "elements"])
         places = "1 place" if len(differences) == 1 else f"{len(differences)} places"
-        return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}", status)
+        how = "" if read else " by what their headers record; bytes not read"
+        return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}{how}", status)
 
 # %% ../nbs/10_cli.ipynb #cell-102
 def new_file(

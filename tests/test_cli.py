@@ -407,6 +407,11 @@ def test_diff_reads_every_byte_unless_told_otherwise(run: Path, tmp_path: Path, 
     assert done.returncode == 0 and "bitwise" not in done.stdout
     assert done.stdout.endswith("\nequal by their recorded digests; bytes not read\n")
     assert json.loads(in_process(capsys, "diff", newest, newest, "--json").stdout)["bytes_verified"] is True
+    done = in_process(capsys, "diff", checkpoints(run)[0], other, "--headers-only")  # of another step; still damaged
+    assert done.returncode == 1 and done.stdout.endswith(" by what their headers record; bytes not read\n")
+    found = json.loads(in_process(capsys, "diff", checkpoints(run)[0], other, "--headers-only", "--json").stdout)
+    values = [place for place in found["differences"] if place["path"].startswith("model.")]
+    assert not found["bytes_verified"] and len(values) > 10 and {place["max_abs"] for place in values} == {None}
 
 
 def test_latest_is_the_highest_step_that_verifies(trained: Path, run: Path, capsys) -> None:
