@@ -16,7 +16,7 @@ import platform
 import random
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -975,30 +975,42 @@ def _other_class(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -
     return [Drift(name, *sides)] if all(sides) and sides[0] != sides[1] else []
 
 
-def _other_numbers(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Drift]:
-    "Parameters that both sides know, under other numbers."
+def _other_numbers(
+    name: str, here: Mapping[str, Any], saved: Mapping[str, Any], modules: Iterable[str] = ()
+) -> list[Drift]:
+    "Parameters that both sides know under other numbers, and numbers under which the two know other parameters."
     numbers, there = here.get("parameters", {}), saved.get("parameters")
-    known = {path: there[path] for path in numbers if path in there} if isinstance(there, dict) else {}
-    return [Drift(f"{name}.parameters.{path}", f"number {number}", f"number {numbers[path]}")
-            for path, number in known.items() if number != numbers[path]]
+    there = there if isinstance(there, dict) else {}
+    moved = [Drift(f"{name}.parameters.{path}", f"number {there[path]}", f"number {number}")
+             for path, number in numbers.items() if there.get(path, number) != number]
+    known = {path: number for path, number in there.items() if path.split(".")[0] in modules}
+    kept = {there[path] for path in numbers if path in there} | {numbers[path] for path in there if path in numbers}
+    first_here, first_there = ({number: path for path, number in reversed(side.items())} for side in (numbers, known))
+    return moved + [Drift(f"{name}.parameters[{number}]", path, first_here[number])
+                    for number, path in sorted(first_there.items()) if number in first_here and number not in kept]
 
-# %% ../nbs/03_contract.ipynb #cell-102
+# %% ../nbs/03_contract.ipynb #cell-103
+def _items_at(state: Mapping[Any, Any], key: str) -> Sequence[Any]:
+    value: Any = state.get(key)
+    return value if type(value) in (list, tuple) else ()
+
+
 def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any]) -> Iterator[Drift]:
     for key in sorted(map(str, live.keys() ^ saved.keys())):
         if not key.startswith("_"):  # torch's private bookkeeping changes between its releases
             sides = ("present", ABSENT) if key in saved else (ABSENT, "present")
             yield Drift(f"{name}.{key}", *sides)
     for key in ("base_lrs", "lr_lambdas"):  # one for each of the optimizer's groups
-        there, here = (side.get(key) or [] for side in (saved, live))
+        there, here = (_items_at(side, key) for side in (saved, live))
         if len(there) != len(here):
             yield Drift(f"{name}.{key}", f"{len(there)} groups", f"{len(here)} groups")
-    for index, sides in enumerate(zip(saved.get("lr_lambdas") or [], live.get("lr_lambdas") or [], strict=False)):
+    for index, sides in enumerate(zip(*(_items_at(side, "lr_lambdas") for side in (saved, live)), strict=False)):
         if None in sides and any(sides):  # a function is saved as None, and an object as its attributes
             kinds = ("an object with state" if side else "a function" for side in sides)
             yield Drift(f"{name}.lr_lambdas[{index}]", *kinds)
     # SequentialLR and ChainedScheduler hold others, whose kinds and number must be the same too.
-    here, there = (side.get("_schedulers") or [] for side in (live, saved))
-    if len(here) != len(there):
+    here, there = (_items_at(side, "_schedulers") for side in (live, saved))
+    if len(here) != len(there) or not all(isinstance(inner, dict) for inner in there):
         yield Drift(f"{name}._schedulers", f"{len(there)} schedulers", f"{len(here)} schedulers")
         return
     for index, (live_inner, saved_inner) in enumerate(zip(here, there, strict=True)):
@@ -1033,9 +1045,10 @@ def _worker_differences(name: str, loader: Any, saved: Mapping[Any, Any]) -> Ite
     if type(here) is int and type(there) is int and here != there:
         yield Drift(f"{name}.num_workers", there, here)
 
-# %% ../nbs/03_contract.ipynb #cell-107
+# %% ../nbs/03_contract.ipynb #cell-108
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b)) or (a.numel() == 0 == b.numel())
+    empty = a.numel() == 0 and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return a is b or empty or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -1047,14 +1060,68 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     return False
 
-# %% ../nbs/03_contract.ipynb #cell-109
+
+def _reach(tensor: Tensor) -> tuple[Any, range]:  # a strided tensor that is not empty
+    "The memory that a tensor is a part of, and the bytes of it from its first to its last element."
+    first, size = int(tensor.storage_offset()), tensor.itemsize
+    last = first + sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return (str(tensor.device), tensor.untyped_storage().data_ptr()), range(first * size, (last + 1) * size)
+
+# %% ../nbs/03_contract.ipynb #cell-111
+_Leaf: TypeAlias = tuple[TreePath, Tensor, Any]  # a live tensor with its path, and what the checkpoint has for it
+
+
+def _pairs_in_one_memory(live: Mapping[str, State], saved: Mapping[str, State]) -> Iterator[tuple[_Leaf, _Leaf]]:
+    "Live tensors that may overlap, and that are two in the checkpoint."
+    groups: dict[Any, list[tuple[range, _Leaf]]] = {}
+    for path, leaf in walk(dict(live)):
+        if isinstance(leaf, Tensor) and not _tensor_refusal(leaf) and leaf.numel():
+            whole, part = _reach(leaf)
+            groups.setdefault(whole, []).append((part, (path, leaf, _at(saved, path))))
+    for group in groups.values():
+        reaching = list[tuple[range, _Leaf]]()  # those that go beyond where the next one starts
+        for part, leaf_here in sorted(group, key=lambda one: one[0].start):
+            reaching = [one for one in reaching if one[0].stop > part.start]
+            yield from ((other, leaf_here) for _, other in reaching if other[2] is not leaf_here[2])
+            reaching.append((part, leaf_here))
+
+
+def _memory_differences(live: Mapping[str, State], saved: Mapping[str, State]) -> list[Drift]:
+    "Tensors of which one would be overwritten with the other, since they lie in one memory here."
+    found = list[Drift]()
+    for pair in _pairs_in_one_memory(live, saved):
+        if not all(_is_tensor(there) for _, _, there in pair):
+            continue
+        reaches = [_reach(leaf)[1] for _, leaf, _ in pair]
+        begin = min(reach.start for reach in reaches) // 16 * 16  # bytes; a multiple of the size of any element
+        memory = torch.UntypedStorage(max(reach.stop for reach in reaches) - begin)
+        values = [there if isinstance(there, Tensor) else there.load() for _, _, there in pair]
+        tried = [torch.empty(0, dtype=leaf.dtype).set_(memory, (reach.start - begin) // leaf.itemsize, leaf.shape,
+                                                       leaf.stride())
+                 for (_, leaf, _), reach in zip(pair, reaches, strict=True)]
+        for out, value in zip(tried, values, strict=True):
+            out.copy_(value)
+        if _bytes_of(tried[0]) != _bytes_of(values[0]):
+            first, second = (format_path(path) for path, _, _ in pair)
+            found.append(Drift(second, f"not in the memory of {first}", f"in the memory of {first}"))
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+# %% ../nbs/03_contract.ipynb #cell-113
 class _Filling:
     "Builds the tree to load: the live tensors of a participant, filled in place where they fit, else new ones."
 
-    def __init__(self, allocate: Callable[[TreePath, Any], Tensor | None]) -> None:
+    def __init__(
+        self, allocate: Callable[[TreePath, Any], Tensor | None], shared: Iterable[TensorKey] = ()
+    ) -> None:
         self.allocate = allocate  # memory for a tensor without live counterpart; None for contiguous CPU memory
         self.loaded: dict[int, Tensor] = {}  # by stored tensor, so that tied tensors stay one
-        self.taken: set[TensorKey] = set()  # live tensors already filled, which no other stored tensor may overwrite
+        # Live tensors that are not to be filled: others lie in their memory, or they were filled already.
+        self.taken: set[TensorKey] = set(shared)
         self.complete = True  # whether filling alone has done it: every leaf was a live tensor
 
     def tree(
@@ -1107,7 +1174,7 @@ class _Filling:
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
 
-# %% ../nbs/03_contract.ipynb #cell-111
+# %% ../nbs/03_contract.ipynb #cell-115
 def _allocator(participant: Any) -> Callable[[TreePath, Any], Tensor | None]:
     "Memory for state that does not exist yet: an optimizer's moments are made like their parameters."
     parameters = _parameters_of(participant) if isinstance(participant, torch.optim.Optimizer) else []
@@ -1122,10 +1189,10 @@ def _allocator(participant: Any) -> Callable[[TreePath, Any], Tensor | None]:
     return _allocate
 
 
-def _load(name: str, participant: Any, saved: State, live: State) -> None:
-    "Fill the live tensors and hand the tree to the participant."
+def _load(name: str, participant: Any, saved: State, live: State, shared: Iterable[TensorKey] = ()) -> None:
+    "Fill the live tensors, but those that are `shared`, and hand the tree to the participant."
     participant = _unwrapped(participant)
-    filling = _Filling(_allocator(participant))
+    filling = _Filling(_allocator(participant), shared)
     state = filling.tree(saved, live)  # what this raises is a reader's error, and stays it
     if filling.complete and isinstance(participant, torch.nn.Module) and _loads_as_torch_does(participant):
         return  # torch would copy each tensor onto itself, in a time quadratic in the number of layers side by side
@@ -1157,7 +1224,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
             if isinstance(given, Tensor) and isinstance(held, Tensor) and held.dtype != given.dtype and key != "step":
                 optimizer.state[parameter][key] = given.to(held.device)
 
-# %% ../nbs/03_contract.ipynb #cell-117
+# %% ../nbs/03_contract.ipynb #cell-121
 @dataclass(frozen=True)
 class _Backup:
     "A participant as it was before the restore touched it."
@@ -1177,11 +1244,21 @@ class _Backup:
         return cls(name, participant, live, freeze(Snapshot(0, None, {name: live}, {}, {}, {}, ())).tree[name])
 
 
-def _load_first(participants: Mapping[str, Any], tree: Mapping[str, State], backups: list[_Backup]) -> None:
-    "Load participants that may fail; `backups` grows with each that has been touched."
-    for name, participant in participants.items():
-        backups.append(_Backup.of(name, participant))
-        _load(name, participant, tree[name], backups[-1].live)
+def _load_first(
+    participants: Mapping[str, Any], tree: Mapping[str, State], backups: list[_Backup],
+    others: Mapping[str, State] = MappingProxyType({}),
+) -> None:
+    "Load participants that may fail; `backups` grows with each that has been touched, `others` may share their memory."
+    own = [_Backup.of(name, participant) for name, participant in participants.items()]
+    shared = _in_shared_memory({**others, **{backup.name: backup.live for backup in own}}, tree)
+    for backup in own:
+        backups.append(backup)
+        _load(backup.name, backup.participant, tree[backup.name], backup.live, shared)
+
+
+def _in_shared_memory(live: Mapping[str, State], saved: Mapping[str, State]) -> set[TensorKey]:
+    "Live tensors in the memory of another one, of which the checkpoint holds a tensor of its own."
+    return {tensor_key(leaf) for pair in _pairs_in_one_memory(live, saved) for _, leaf, _ in pair}
 
 
 def _put_back(backups: Sequence[_Backup]) -> list[str]:
@@ -1200,7 +1277,7 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-123
+# %% ../nbs/03_contract.ipynb #cell-127
 def _slots(obj: object) -> list[str]:
     "Names of the slots that an object's classes declare, as they are mangled."
     declared = [vars(cls) for cls in type(obj).__mro__ if "__slots__" in vars(cls)]
@@ -1222,16 +1299,14 @@ def _settable(obj: object, names: list[str]) -> list[str]:
                                 f"{error}; name attributes that are there from the start, and not read-only") from error
     return names
 
-# %% ../nbs/03_contract.ipynb #cell-126
+# %% ../nbs/03_contract.ipynb #cell-130
 _Place: TypeAlias = tuple[TreePath, Any, range]  # where a mutable value stands, what it is a part of, and which part
 
 
 def _mutable_values(value: Any, path: TreePath) -> Iterator[_Place]:
     "Every list, dict and tensor in a tree."
     if isinstance(value, Tensor) and value.numel() and _tensor_refusal(value) is None:
-        first, size = value.storage_offset(), value.element_size()
-        last = first + sum(stride * (n - 1) for stride, n in zip(value.stride(), value.shape, strict=True))
-        yield path, (str(value.device), value.untyped_storage().data_ptr()), range(first * size, (last + 1) * size)
+        yield path, *_reach(value)
     if isinstance(value, list | dict):
         yield path, id(value), range(1)
     if isinstance(value, list | tuple | dict):
@@ -1269,7 +1344,33 @@ def _refuse_shared(participants: Mapping[str, Any], states: Mapping[str, State])
         raise ContractError("{} and {} are one mutable value, of which a restore would make two: keep it under one "
                             "name, or give the second a copy".format(*shared[0]))
 
-# %% ../nbs/03_contract.ipynb #cell-127
+# %% ../nbs/03_contract.ipynb #cell-132
+def _fingerprint(value: Any, above: tuple[int, ...] = ()) -> Any:
+    "Something that compares unequal once the data has changed; of an object that is no data, which one it is."
+    if type(value) in _PLAIN:
+        return type(value), repr(value)
+    if id(value) in above:
+        return type(value)
+    above = (*above, id(value))
+    if isinstance(value, Tensor):
+        return "tensor", id(value) if _tensor_refusal(value) else blake3(_bytes_of(value)).hexdigest(), value.shape
+    if isinstance(value, Mapping):
+        return type(value), [(_fingerprint(key), _fingerprint(item, above)) for key, item in value.items()]
+    if isinstance(value, set | frozenset):
+        return type(value), {_fingerprint(item) if type(item) in _PLAIN else id(item) for item in value}
+    if isinstance(value, list | tuple | deque):
+        return type(value), [_fingerprint(item, above) for item in value]
+    is_array = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return type(value), bytes(value) if type(value) is bytearray else value.tobytes() if is_array else id(value)
+
+
+def _class_data(obj: object) -> dict[str, Any]:
+    "Fingerprint of each datum that an object's classes hold; code, descriptors and Python's own names are none."
+    held = {name: value for cls in reversed(type(obj).__mro__) for name, value in vars(cls).items()}
+    return {name: _fingerprint(value) for name, value in held.items()
+            if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))}
+
+# %% ../nbs/03_contract.ipynb #cell-134
 class PlainState:
     "The attributes of any object as a participant: counters, best values, lists, tensors."
 
@@ -1286,6 +1387,7 @@ class PlainState:
         if self.fields is None and (remedy := self._not_whole()):
             raise ContractError(f"PlainState: {_named(obj)} is not for taking whole: {remedy}, or name fields=")
         _settable(obj, _attributes(obj) if self.fields is None else self.fields)
+        self._class_data = _class_data(obj) if self.fields is None else {}
 
     def _not_whole(self) -> str | None:
         if isinstance(self.obj, Stateful):
@@ -1299,8 +1401,17 @@ class PlainState:
         names = _attributes(self.obj) if self.fields is None else self.fields
         return {name: getattr(self.obj, name) for name in names}
 
+    def _moved_in_class(self) -> list[str]:
+        "What has changed in the object's classes since it was taken whole, and is not the object's own."
+        now = _class_data(self.obj) if self.fields is None else {}
+        changed = [name for name in {**self._class_data, **now} if self._class_data.get(name) != now.get(name)]
+        return sorted(set(changed) - set(_attributes(self.obj)))
+
     def validate_capture(self) -> None:
-        "Raise where an attribute is a parameter, which would come back as a tensor that no gradient reaches."
+        "Raise where an attribute is a parameter, which no gradient would reach any more, or state is the class's."
+        if moved := self._moved_in_class():
+            raise ContractError(f"{moved[0]} has changed, and belongs to the class {type(self.obj).__qualname__}, so "
+                                f"that it would be lost: set self.{moved[0]} in __init__, or name fields=")
         for path, leaf in walk(self.state_dict()):
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
                 raise ContractError(f"{format_path(path)} is a tensor that requires a gradient: keep it in a module, "
@@ -1329,7 +1440,7 @@ class PlainState:
             if name not in state:
                 delattr(self.obj, name)
 
-# %% ../nbs/03_contract.ipynb #cell-133
+# %% ../nbs/03_contract.ipynb #cell-141
 def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
     return dict(_unwrapped(module).named_parameters())
 
@@ -1347,9 +1458,17 @@ def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> 
             parameter.grad = None
         elif parameter.grad is None or not _is_same(gradient, parameter.grad):
             # A gradient lies where its parameter does, and as its parameter does.
-            parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter.detach(), dtype=gradient.dtype).copy_(gradient)
 
-# %% ../nbs/03_contract.ipynb #cell-136
+# %% ../nbs/03_contract.ipynb #cell-144
+def _gradient_text(parameter: Tensor | None, gradient: Any) -> str:
+    "What a gradient of the parameter must be: of its dtype, or of the one that it was given for gradients."
+    if parameter is None or not _is_tensor(gradient):
+        return _leaf_text(parameter)
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None allows any
+    return _leaf_text(torch.empty(parameter.shape, dtype=dtype or gradient.dtype, device="meta"))
+
+
 def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     done, gradients = state.get("done"), state.get("gradients")
     if state.get("every") != every:
@@ -1358,12 +1477,12 @@ def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], sta
     if type(done) is not int or not 0 <= done < every or type(gradients) is not dict:
         raise ContractError(f"expected a count below {every} and gradients, the checkpoint has {shown(done)}")
     for name, gradient in gradients.items():
-        here = _leaf_text(parameters.get(name))
+        here = _gradient_text(parameters.get(name), gradient)
         if _leaf_text(gradient) != here:
             raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
                                 "the module as the checkpoint's run did")
 
-# %% ../nbs/03_contract.ipynb #cell-139
+# %% ../nbs/03_contract.ipynb #cell-147
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1415,7 +1534,7 @@ class Accumulation:
         self.done = state["done"]
         _set_gradients(self.module, state["gradients"])
 
-# %% ../nbs/03_contract.ipynb #cell-142
+# %% ../nbs/03_contract.ipynb #cell-150
 def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
     "Raise where an update is unfinished, and an optimizer's parameter has a gradient that no `Accumulation` saves."
     accumulations = [part for part in participants.values() if isinstance(part, Accumulation)]
@@ -1433,7 +1552,7 @@ def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
                             f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or "
                             "clear them where their update is done")
 
-# %% ../nbs/03_contract.ipynb #cell-145
+# %% ../nbs/03_contract.ipynb #cell-153
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1472,7 +1591,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-148
+# %% ../nbs/03_contract.ipynb #cell-156
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1511,7 +1630,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-151
+# %% ../nbs/03_contract.ipynb #cell-159
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1544,7 +1663,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-154
+# %% ../nbs/03_contract.ipynb #cell-162
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1569,7 +1688,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-157
+# %% ../nbs/03_contract.ipynb #cell-165
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1615,7 +1734,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-160
+# %% ../nbs/03_contract.ipynb #cell-168
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1649,7 +1768,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-163
+# %% ../nbs/03_contract.ipynb #cell-171
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1701,7 +1820,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-167
+# %% ../nbs/03_contract.ipynb #cell-175
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1718,14 +1837,16 @@ def _check(
     parts = {name: _unwrapped(contract.participants[name]) for name in names}
     same_torch = saved.environment.get("decides", {}).get("torch") == torch.__version__
     makings = _make_up(contract.participants), _noted_make_up(saved)
+    modules = [name for name, part in contract.participants.items() if isinstance(part, torch.nn.Module)]
     found = list[Drift]()
     for name, part in parts.items():
-        here, there = (making.get(name, {}) for making in makings)
-        changes = _other_class(name, here, there) + _differences(name, part, saved.tree[name], same_torch)
-        found += changes or _other_numbers(name, here, there)
+        now, noted = (making.get(name, {}) for making in makings)
+        changes = _other_class(name, now, noted) + _differences(name, part, saved.tree[name], same_torch)
+        found += changes or _other_numbers(name, now, noted, modules)
     _require_same_state(found)
     live = {name: part.state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-    _require_same_state(_tie_differences(live, {name: saved.tree[name] for name in live}))
+    there = {name: saved.tree[name] for name in live}
+    _require_same_state(_tie_differences(live, there) or _memory_differences(live, there))
     accepted = [*environment, *(Drift(name, ABSENT, "kept as it was") for name in missing)]
     if only is not None:
         left = [Drift(name, "present", "not taken over") for name in saved.tree if name not in names]
@@ -1764,7 +1885,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-171
+# %% ../nbs/03_contract.ipynb #cell-179
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}
@@ -1776,6 +1897,9 @@ def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: 
         contract._mixed |= set(names)
         _load_in_place(plain, saved.tree)
     _load_in_place(generators, saved.tree)
+    for participant in chosen.values():  # what a scaler has found out about gradients is that of an update given up
+        if isinstance(participant, torch.amp.GradScaler):
+            getattr(participant, "_per_optimizer_states", {}).clear()
     contract._mixed -= set(names)
     contract._start_step = saved.step if same_run else _counted_step(contract.participants) or 0
     changes = [change.to_plain() for change in accepted]
@@ -1785,8 +1909,10 @@ def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: 
 
 def _restore_own(contract: Contract, participants: Mapping[str, Any], tree: Mapping[str, State]) -> None:
     backups: list[_Backup] = []
+    others = {name: _unwrapped(part).state_dict() for name, part in contract.participants.items()
+              if name not in participants and (isinstance(part, PlainState) or _loads_as_torch_does(_unwrapped(part)))}
     try:
-        _load_first(participants, tree, backups)
+        _load_first(participants, tree, backups, others if participants else {})
     except BaseException as error:
         failures = _put_back(backups)
         if failures:

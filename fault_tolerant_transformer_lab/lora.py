@@ -412,6 +412,8 @@ class AdapterState(nn.Module):
         layers = _adapted(model)
         _require_apart(layers, "to take part in a contract")
         self._whole = (model,)  # in a tuple, since an attribute would make it a part of this module
+        self._told: dict[str, Any] | None = None  # the identity that a contract was given,
+        self._seen: dict[str, Any] | None = None  # and which writings it is known to outlast
         for name, tensor in _saved_tensors(model).items():
             *parents, last = name.split(".")
             holder: nn.Module = self
@@ -428,6 +430,10 @@ class AdapterState(nn.Module):
 
     def identity(self) -> dict[str, Any]:  # plain data; a contract asks for it when it is made
         "Digest of all that is left out of the state, and the alpha, or that of each layer where they differ."
+        self._told, self._seen = self._identity_now(), None
+        return dict(self._told)
+
+    def _identity_now(self) -> dict[str, Any]:
         model, here = self._whole[0], self.state_dict()
         layers = _adapted(model)
         _require_apart(layers, "to tell whose they are")
@@ -437,8 +443,33 @@ class AdapterState(nn.Module):
         return {"base": state_digest(Snapshot(0, None, {"base": left_out}, {}, {}, {}, ())),
                 "alpha": next(iter(alphas.values())) if one else alphas}
 
+    def _writings(self) -> dict[str, Any]:
+        "How often each parameter that is left out was written to, as far as torch counts: quicker than a digest."
+        here, model = dict(self.named_parameters()), self._whole[0]
+        alphas = {name: layer.alpha for name, layer in lora_layers(model).items()}
+        left_out = ((name, p) for name, p in model.named_parameters() if name not in here)
+        counts = {f"{name}.": (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for name, p in left_out}
+        return alphas | counts
+
+    def _require_told(self) -> None:
+        "Raise where the base, or an alpha, is no longer what the contract was told when it was made."
+        seen, told = self._writings(), self._told
+        is_merged = any(layer.merged for layer in lora_layers(self._whole[0]).values())  # the base comes back by itself
+        if told is None or is_merged or seen == self._seen:
+            return
+        now = self._identity_now()
+        if changed := next((name for name in now if now[name] != told[name]), None):
+            raise LoraError(f"expected the {changed} that the contract was made with, {shown(told[changed])}, got "
+                            f"{shown(now[changed])}; make the contract when the base is loaded, and let it be")
+        self._seen = seen
+
     def validate_capture(self) -> None:
-        "Raise `LoraError` where a tensor of the model is no longer the one that is saved, or is not saved."
+        "Raise `LoraError` where a tensor of the model is no longer the one that is saved, or the base another one."
+        self._require_shared()
+        self._require_told()
+
+    def _require_shared(self) -> None:
+        "Raise where a tensor of the model is no longer the one that is saved, or is not saved."
         model = self._whole[0]
         now, here = (dict(one.named_parameters()) | dict(one.named_buffers()) for one in (model, self))
         moved = [name for name, tensor in here.items() if now.get(name) is not tensor]
@@ -451,8 +482,10 @@ class AdapterState(nn.Module):
         self,
         state: Mapping[str, Any],  # what `state_dict` gave; its tensors are compared by the contract
     ) -> None:
-        "Raise `LoraError` where a restore would not reach the model."
-        self.validate_capture()
+        "Raise `LoraError` where a restore would not reach the model, or would put adapters beside another base."
+        self._require_shared()
+        self._seen = None  # torch does not count what is written through `.data`
+        self._require_told()
 
 # %% ../nbs/09_lora.ipynb #cell-065
 class TuningRun(TrainingRun):

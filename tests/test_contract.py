@@ -351,6 +351,111 @@ def test_two_saved_tensors_never_fill_one_live_tensor():
     assert holder.state["a"].tolist() == [1, 1] and holder.state["b"].tolist() == [2, 2]
 
 
+class Shadow:
+    "Averages that are the model's own weights until their first update, as many a loop has them."
+
+    def __init__(self, model):
+        self.shadow = dict(model.state_dict())
+
+    def update(self, model):
+        self.shadow = {name: 0.5 * self.shadow[name] + 0.5 * now for name, now in model.state_dict().items()}
+
+    def state_dict(self):
+        return dict(self.shadow)
+
+    def load_state_dict(self, state):
+        self.shadow = dict(state)
+
+
+def best_of(model):
+    return PlainState(SimpleNamespace(best=dict(model.state_dict())))
+
+
+def part_of(model):
+    return PlainState(SimpleNamespace(best=model.weight.detach()[1:]))
+
+
+@pytest.mark.parametrize("make, apart", [
+    (Shadow, lambda shadow, model: shadow.update(model)),
+    (best_of, lambda plain, model: setattr(plain.obj, "best", {k: v + 2 for k, v in model.state_dict().items()})),
+    (part_of, lambda plain, model: setattr(plain.obj, "best", model.weight.detach()[1:] + 2)),
+])
+@pytest.mark.parametrize("only", [None, ["other", "fragile"]])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_process_may_hold_in_one_memory_what_had_come_apart(make, apart, only, fails):
+    class FailsOnce(Holder):
+        def load_state_dict(self, state):
+            if fails and self.state["value"] == "new":
+                self.state = {"value": "failed"}
+                raise ValueError("no")
+            super().load_state_dict(state)
+
+    def run(value):
+        model = nn.Linear(3, 3)
+        return Contract(model=model, other=make(model), fragile=FailsOnce(value=value))
+
+    def states(contract):
+        trees = {name: contract.participants[name].state_dict() for name in ("model", "other")}
+        return {format_path(path): raw(leaf) for path, leaf in walk(trees)}
+
+    direct, here = run("old"), run("new")
+    apart(direct.participants["other"], direct.participants["model"])
+    with torch.no_grad():
+        direct.participants["model"].weight.add_(1)
+    saved, before = freeze(direct.capture(step=1)), states(here)
+    if fails:
+        with pytest.raises(ContractError, match="every participant is as it was before"):
+            here.restore(saved, only=only)
+        assert states(here) == before
+        here.participants["fragile"].state = {"value": "old"}
+    here.restore(saved, only=only)
+    kept = {path: leaf for path, leaf in before.items() if only and path.startswith("model")}
+    assert states(here) == states(direct) | kept
+
+
+def test_two_objects_may_begin_with_one_tensor_and_two_fields_with_one_memory():
+    saved = freeze(Contract(a=PlainState(SimpleNamespace(x=torch.ones(3), y=torch.full((3,), 2.0))),
+                            b=PlainState(SimpleNamespace(z=torch.full((3,), 3.0)))).capture(step=0))
+    memory = torch.zeros(4)
+    a, b = SimpleNamespace(x=memory[:3], y=memory[1:]), SimpleNamespace(z=memory[:3])
+    Contract(a=PlainState(a), b=PlainState(b)).restore(saved)
+    assert [t.tolist() for t in (a.x, a.y, b.z)] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+class Overlapping(nn.Module):
+    "Two parameters, in one memory or not."
+
+    def __init__(self, kind):
+        super().__init__()
+        memory = torch.arange(12.0)
+        first = memory[:9].reshape(3, 3)
+        second = {"turned": first.t(), "windows": memory[3:].reshape(3, 3), "columns": first[:, :1],
+                  "apart": memory[9:].reshape(3, 1)}[kind.split(" ")[0]]
+        self.first, self.second = (nn.Parameter(t.clone() if "cloned" in kind else t) for t in (first, second))
+
+
+@pytest.mark.parametrize("kind", ["turned", "windows", "columns"])
+def test_a_module_whose_parameters_overlap_takes_only_what_agrees(kind):
+    source, here = Overlapping(f"{kind} cloned"), Overlapping(kind)
+    Contract(model=here).restore(freeze(Contract(model=source).capture(step=0)))  # equal where they overlap
+    Contract(model=source).restore(freeze(Contract(model=here).capture(step=0)))
+    with torch.no_grad():
+        source.second.add_(1)
+    saved, before = freeze(Contract(model=source).capture(step=0)), bits(Contract(model=here))
+    with pytest.raises(CheckpointMismatchError, match=r"model\.(first|second): checkpoint not in the memory of"):
+        Contract(model=here).restore(saved)
+    assert bits(Contract(model=here)) == before
+    Contract(model=Overlapping("apart")).restore(freeze(Contract(model=Overlapping("apart cloned")).capture(step=0)))
+
+
+@pytest.mark.parametrize("here", [torch.zeros(0, 5), torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(3)])
+def test_an_empty_tensor_comes_back_with_its_dtype_and_shape(here):
+    saved = freeze(Contract(a=PlainState(SimpleNamespace(x=torch.zeros(0, 2, dtype=torch.int64)))).capture(step=0))
+    other = SimpleNamespace(x=here)
+    Contract(a=PlainState(other)).restore(saved)
+    assert (other.x.dtype, other.x.shape) == (torch.int64, (0, 2))
+
+
 def test_no_later_update_reaches_a_frozen_snapshot():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -850,6 +955,35 @@ def test_a_scaler_in_the_middle_of_an_update_is_refused(moment, enabled):
         contract.capture(step=0)
 
 
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_what_a_scaler_knew_of_an_update_that_was_given_up_is_forgotten_by_a_restore(unscaled):
+    model = nn.Linear(3, 3)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    contract = Contract(model=model, optimizer=optimizer, scaler=scaler)
+
+    def begin():
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+
+    def step():
+        begin()
+        scaler.step(optimizer)
+        scaler.update()
+        return bits(contract)
+
+    step()
+    saved = freeze(contract.capture(step=1))
+    expected = step()
+    begin()
+    model.weight.grad.fill_(math.inf)  # given up after it was found to overflow
+    if unscaled:
+        scaler.unscale_(optimizer)
+    else:
+        scaler.step(optimizer)
+    contract.restore(saved)
+    assert step() == expected
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_learning_rate_that_is_a_tensor_stays_that_tensor_and_is_never_filled_twice(shared):
     def make(values):
@@ -966,6 +1100,51 @@ def test_parameters_under_other_numbers_are_refused_by_name_whatever_their_shape
     other.restore(saved, only=[name for name in other.participants if name != "optimizer"])
     with pytest.raises(CheckpointMismatchError):
         other.restore(saved, only="optimizer")
+
+
+@pytest.mark.parametrize("one_module", [True, False])
+@pytest.mark.parametrize("two_optimizers", [True, False])
+def test_the_moments_of_another_layer_of_the_same_shape_are_refused(one_module, two_optimizers):
+    def run(first):
+        layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        optimizers = {"a": torch.optim.SGD(layers[first].parameters(), lr=0.1, momentum=0.9)}
+        if two_optimizers:
+            optimizers["b"] = torch.optim.SGD(layers[1 - first].parameters(), lr=0.1, momentum=0.9)
+        layers[1](layers[0](torch.ones(1, 3))).sum().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        modules = {"layers": layers} if one_module else {"first": layers[0], "second": layers[1]}
+        return Contract(**modules, **optimizers)
+
+    saved, here = freeze(run(0).capture(step=1)), run(1)
+    run(0).restore(saved)
+    before = bits(here)
+    there = r"layers\.0\.weight, here layers\.1" if one_module else r"first\.weight, here second\."
+    with pytest.raises(CheckpointMismatchError, match=rf"a\.parameters\[0\]: checkpoint {there}") as refused:
+        here.restore(saved)
+    assert bits(here) == before and len(refused.value.fields) == (4 if two_optimizers else 2)
+
+
+def test_moments_go_to_a_module_of_another_name_where_only_they_are_taken_over():
+    def run(name):
+        layer = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return Contract(**{name: layer}, optimizer=optimizer)
+
+    run("other").restore(freeze(run("layer").capture(step=1)), only="optimizer")
+
+
+@pytest.mark.parametrize("key, value", [("base_lrs", 5), ("base_lrs", "x"), ("_schedulers", [1]), ("_schedulers", 3)])
+def test_a_schedule_of_values_that_torch_never_wrote_is_refused_before_anything_changes(key, value):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    rates = torch.optim.lr_scheduler
+    schedule = rates.StepLR(optimizer, 2) if key == "base_lrs" else rates.ChainedScheduler([rates.StepLR(optimizer, 2)])
+    saved = freeze(Contract(schedule=schedule).capture(step=0))
+    saved.tree["schedule"][key] = value
+    with pytest.raises(CheckpointMismatchError, match=rf"schedule\.{key}: checkpoint"):
+        Contract(schedule=schedule).restore(saved)
 
 
 def test_the_numbers_of_parameters_do_not_depend_on_the_order_or_the_number_of_the_modules_that_take_part():
@@ -1314,6 +1493,58 @@ def test_lists_that_are_made_when_they_are_asked_for_are_not_taken_for_one():
     assert Contract(**objects).capture(step=0).tree["w19"] == {"seen": [1, 2]}
 
 
+class Base:
+    table = {"a": [1, 2]}
+    limits = torch.zeros(2)
+
+
+class InItsClass(Base):
+    seen, names, count, newest, words = [], {"x"}, 0, deque(), bytearray(b"a")
+    array = np.zeros(2)
+    helper = object()
+
+    def __init__(self):
+        self.own = 1
+
+
+CLASS_CHANGES = {
+    "seen": lambda o: o.seen.append(1),
+    "names": lambda o: o.names.add("y"),
+    "count": lambda o: setattr(type(o), "count", 1),
+    "newest": lambda o: o.newest.append(2),
+    "words": lambda o: o.words.extend(b"b"),
+    "array": lambda o: o.array.__setitem__(0, 1),
+    "limits": lambda o: o.limits.add_(1),
+    "table": lambda o: o.table["a"].append(3),
+    "later": lambda o: setattr(type(o), "later", [1]),
+    "helper": lambda o: setattr(type(o), "helper", object()),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_CHANGES)
+def test_state_in_the_class_of_an_object_that_is_taken_whole_is_refused_when_it_moves(name):
+    def fresh(cls, *bases):
+        return type(cls.__name__, bases, {k: copy.deepcopy(v) for k, v in vars(cls).items() if k[:8] not in (
+            "__dict__", "__weakre")})
+
+    obj = fresh(InItsClass, fresh(Base, object))()
+    contract = Contract(obj=PlainState(obj))
+    assert contract.capture(step=0).tree == {"obj": {"own": 1}}
+    CLASS_CHANGES[name](obj)
+    with pytest.raises(ContractError, match=f"obj: {name} has changed, and belongs to the class InItsClass"):
+        contract.capture(step=0)
+    setattr(obj, name, 5)  # from here on it is the object's own
+    assert contract.capture(step=0).tree["obj"] == {"own": 1, name: 5}
+
+
+def test_a_class_that_is_not_taken_whole_may_change():
+    obj = type("Counting", (), {"total": 0, "seen": [], "__init__": lambda self: setattr(self, "own", 1)})()
+    contract = Contract(obj=PlainState(obj, fields="own"))
+    type(obj).total = 3
+    obj.seen.append(1)
+    assert contract.capture(step=0).tree == {"obj": {"own": 1}}
+
+
 def test_a_field_that_is_the_same_list_as_one_that_is_left_out_is_refused():
     watcher = plain(seen=[1], alias=None, short=(1, 2), other=(1, 2))
     watcher.alias = watcher.seen
@@ -1494,6 +1725,32 @@ def test_the_gradients_of_another_accumulation_are_refused_before_anything_chang
     with pytest.raises(ContractError, match=message):
         run[3].restore(replace(saved, tree=saved.tree | {"accumulation": changed}))
     assert bits(run[3]) == before
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a torch with gradients of another dtype")
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_gradients_of_a_dtype_of_their_own_come_back(dtype):
+    def run(n):
+        model = nn.Linear(3, 1).bfloat16()
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        for parameter in model.parameters():
+            parameter.grad_dtype = dtype
+        accumulation = Accumulation(model, every=4)
+        for i in range(n):
+            model.weight.grad = torch.full((1, 3), 1 / 3 + i) + (0 if model.weight.grad is None else model.weight.grad)
+            accumulation.add()
+        return model, accumulation
+
+    model, accumulation = run(2)
+    saved = freeze(Contract(model=model, accumulation=accumulation).capture(step=0))
+    for n in (0, 3):
+        other, there = run(n)
+        Contract(model=other, accumulation=there).restore(saved)
+        assert raw(other.weight.grad) == raw(model.weight.grad) and other.weight.grad.dtype == torch.float32
+    plain = nn.Linear(3, 1).bfloat16()
+    with pytest.raises(ContractError, match=r"gradients\.weight: expected bfloat16 \(1, 3\), the checkpoint has f"):
+        Contract(model=plain, accumulation=Accumulation(plain, every=4)).restore(saved)
 
 
 def test_unfinished_gradients_are_put_back_when_another_participant_fails():

@@ -639,6 +639,53 @@ def test_what_adapters_no_longer_share_with_their_model_is_neither_saved_nor_res
     Contract(adapters=AdapterState(copied)).restore(saved)
 
 
+def load_twice(model: nn.Module) -> None:
+    model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+
+
+def through_data(model: nn.Module) -> None:
+    model[0].weight.data.mul_(2)
+
+
+def other_memory(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data * 2
+
+
+def other_alpha(model: nn.Module) -> None:
+    lora_layers(model)["0"].alpha = 3.0
+
+
+@pytest.mark.parametrize("change, when, part", [
+    (load_twice, "at once", "base"), (load_twice, "later", "base"), (other_memory, "later", "base"),
+    (other_alpha, "at once", "alpha"), (other_alpha, "later", "alpha"), (through_data, "at once", "base"),
+])
+def test_a_base_that_is_loaded_after_the_contract_was_made_is_neither_saved_nor_restored_to(change, when, part):
+    def run():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        adapt(model, LoraConfig(targets=("0",), rank=1), seed=0)
+        return model, Contract(adapters=AdapterState(model))
+
+    model, contract = run()
+    saved = freeze(contract.capture(step=0))
+    other, here = run()
+    if when == "later":
+        here.capture(step=0)
+    change(other)
+    with pytest.raises(ContractError, match=f"adapters: expected the {part} that the contract was made with"):
+        here.capture(step=0)
+    with pytest.raises(CheckpointError, match=f"expected the {part} that the contract was made with"):
+        here.restore(saved)
+    Contract(adapters=AdapterState(other)).capture(step=0)
+    merge(model)
+    contract.capture(step=0)
+    unmerge(model)  # the base's bits are back
+    contract.capture(step=0)
+    contract.restore(saved)
+
+
 def test_the_digest_of_a_base_covers_values_names_and_buffers_and_no_adapter():
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     first = base_digest(plain)
