@@ -1,4 +1,6 @@
-"""Fuzz the reader of headers for a bounded time, guided by coverage: `fuzz_header.py FOLDER SECONDS`. Needs atheris.
+"""Fuzz the reader of headers for a bounded time, guided by coverage: `fuzz_header.py FOLDER LIMIT`. Needs atheris.
+
+LIMIT is an option of libFuzzer: `-runs=N` or `-max_total_time=SECONDS`.
 
 What the fuzzer makes up is the header's text; the digest that a header needs to be read at all is put on it, else
 nothing behind that check would ever be reached. A header is refused by a `CheckpointError` or reads as the same state;
@@ -15,7 +17,7 @@ with atheris.instrument_imports(include=["fault_tolerant_transformer_lab.checkpo
 
 from fault_tolerant_transformer_lab.crashes import forgeries, sealed, two_checkpoints
 
-folder, seconds = Path(sys.argv[1]), sys.argv[2]
+folder, limit = Path(sys.argv[1]), sys.argv[2]
 good, _ = two_checkpoints(folder / "run")
 n_header = 8 + int.from_bytes(good[:8], "little")
 corpus = folder / "corpus"
@@ -43,5 +45,5 @@ def read(raw: bytes) -> None:  # raw: what the fuzzer made up
     assert digest.encode() in good, "whatever still reads is still the same state"
 
 
-atheris.Setup([sys.argv[0], str(corpus), f"-max_total_time={seconds}", "-max_len=20000", "-rss_limit_mb=4096"], read)
+atheris.Setup([sys.argv[0], str(corpus), limit, "-max_len=20000", "-rss_limit_mb=4096"], read)
 atheris.Fuzz()

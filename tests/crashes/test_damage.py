@@ -3,6 +3,7 @@
 import collections
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,11 +210,27 @@ def test_no_header_crashes_the_parser_or_passes_for_another_state(sound, edits):
             assert str(refusal)
 
 
-@pytest.mark.long
+RUNS = 20_000  # of the fuzzer where nobody gives it more time; about 10 s on one core
+
+
+@pytest.mark.parametrize("limit", [f"-runs={RUNS}", pytest.param("-max_total_time=60", marks=pytest.mark.long)])
 @pytest.mark.skipif(not importlib.util.find_spec("atheris"), reason="not run: atheris is not installed")
-def test_coverage_guided_fuzzing_finds_no_header_that_crashes_the_parser(memory_dir):
-    seconds = int(os.environ.get("FTTL_FUZZ_SECONDS", "60"))
-    command = [sys.executable, Path(__file__).with_name("fuzz_header.py"), str(memory_dir), str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
+def test_coverage_guided_fuzzing_finds_no_header_that_crashes_the_parser(memory_dir, limit):
+    if limit.startswith("-max_total_time") and (seconds := os.environ.get("FTTL_FUZZ_SECONDS")):
+        limit = f"-max_total_time={seconds}"
+    command = [sys.executable, Path(__file__).with_name("fuzz_header.py"), str(memory_dir), limit]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "DONE" in done.stderr or "Done" in done.stderr, done.stderr[-1000:]
+    n_runs = re.search(r"Done (\d+) runs", done.stderr)
+    assert n_runs and int(n_runs[1]) >= 1000, done.stderr[-1000:]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("atheris"), reason="not run: atheris is not installed")
+def test_the_fuzzer_ends_with_a_parser_that_falls_over(memory_dir):
+    fuzz = Path(__file__).with_name("fuzz_header.py")
+    broken = memory_dir / "broken.py"
+    sound = "digest = verify(path).state_digest"
+    broken.write_text(fuzz.read_text().replace(sound, f"{sound}\n        1 / 0"))
+    done = subprocess.run([sys.executable, broken, str(memory_dir), "-runs=100"], capture_output=True, text=True,
+                          check=False, cwd=memory_dir)
+    assert done.returncode != 0 and "ZeroDivisionError" in done.stderr + done.stdout

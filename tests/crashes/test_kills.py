@@ -10,31 +10,43 @@ from pathlib import Path
 
 import pytest
 
-from fault_tolerant_transformer_lab import publication
+from fault_tolerant_transformer_lab import publication, training
 from fault_tolerant_transformer_lab.crashes import (
     ERRNOS,
+    HEARINGS,
+    LARGE,
+    SHORT,
+    SOAK,
     Expectation,
     FailingDisk,
+    FailingStore,
     Found,
     KillingDisk,
+    Way,
     continue_example,
     fail_everywhere,
+    fail_in_a_run,
+    fail_in_training,
     fail_once,
     gone_on,
     in_child,
     in_parallel,
     kill_everywhere,
+    operations_of_a_save,
     start_child,
+    undisturbed,
     untold,
     violations,
 )
 from fault_tolerant_transformer_lab.publication import CheckpointStore, Operation, PublicationError, RecordingDisk
 
 
-@pytest.mark.parametrize(("before", "background"), [(0, False), (3, False), (3, True)],
-                         ids=["first save", "save with retention", "save in the background"])
-def test_killed_at_every_operation_the_run_goes_on_as_the_same_run(memory_dir, before, background):
-    tried = kill_everywhere(memory_dir, before, background)
+@pytest.mark.parametrize(("before", "way"), [
+    (0, Way()), (3, Way()), (3, Way("overlapped")), (2, Way(n_bytes=LARGE)),
+    pytest.param(3, Way("async"), marks=pytest.mark.long)],
+    ids=["first save", "save with retention", "overlapped", "large", "in the background"])
+def test_killed_at_every_operation_the_run_goes_on_as_the_same_run(memory_dir, before, way):
+    tried = kill_everywhere(memory_dir, before, way)
     assert tried.lost == 0, tried.examples
     assert tried.tried >= 40 and tried.detail["operations"] >= 19
 
@@ -72,6 +84,59 @@ def test_every_errno_at_every_operation_is_told_costs_nothing_and_is_not_repeate
     tried = fail_everywhere(memory_dir, before)
     assert tried.lost == 0, tried.examples
     assert tried.tried >= 150
+
+
+@pytest.mark.parametrize(("before", "way", "codes"), [
+    (3, Way("async"), (*ERRNOS, SHORT)), (3, Way("overlapped"), (*ERRNOS, SHORT)),
+    (2, Way(n_bytes=LARGE), ("EIO", "ENOSPC", SHORT)), (2, Way("overlapped", LARGE), ("ENOSPC", SHORT))],
+    ids=["in the background", "overlapped", "large", "large in the background"])
+def test_every_errno_of_a_save_in_the_background_or_of_a_large_file_is_told_where_the_run_asks(
+        memory_dir, before, way, codes):
+    tried = fail_everywhere(memory_dir, before, codes, way)
+    assert tried.lost == 0, tried.examples
+    assert tried.tried >= len(codes) * 15 and (tried.detail["direct"] or not way.n_bytes)
+    assert set(tried.detail["told by"]) == set(HEARINGS if way.mode != "sync" else HEARINGS[:1])
+
+
+@pytest.mark.parametrize("hearing", HEARINGS)
+def test_a_background_save_whose_failure_is_swallowed_or_told_twice_is_noticed(memory_dir, monkeypatch, hearing):
+    counted = RecordingDisk()
+    continue_example(memory_dir / "counted", 1, counted)
+    [k] = [k for k, record in enumerate(counted.records) if record.name == "fsync"]
+    assert fail_once(memory_dir / "sound", 0, FailingDisk(k, "EIO"), Way("async"), hearing) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(publication.Pending, "failure", lambda pending: pending._join())
+        if hearing == "the result":
+            patch.setattr(publication.Pending, "result", lambda pending: pending._join())
+        swallowed = fail_once(memory_dir / "swallowed", 0, FailingDisk(k, "EIO"), Way("async"), hearing)
+    assert "no error was raised" in swallowed
+    monkeypatch.setattr(publication.Pending, "failure", lambda pending: pending._join() or pending._error)
+    twice = fail_once(memory_dir / "twice", 0, FailingDisk(k, "EIO"), Way("async"), hearing)
+    assert any("the next save fails as well" in told for told in twice) == (hearing == "the result")
+
+
+def test_a_training_run_stops_or_goes_on_as_was_chosen_whatever_operation_of_a_save_fails(memory_dir):
+    tried = fail_in_training(memory_dir)
+    assert tried.lost == 0, tried.examples
+    assert len(tried.detail["answers"]) == 6 and tried.tried == 6 * tried.detail["operations"] >= 60
+
+
+def test_a_training_run_that_does_the_other_thing_or_says_nothing_is_noticed(memory_dir, monkeypatch):
+    few = SOAK.replace(steps=8)
+    reference = undisturbed(few, memory_dir / "reference")
+    k = operations_of_a_save(memory_dir / "counted")[3]
+
+    def _tried(answer, name):
+        config = few.replace(on_save_error=answer)
+        return in_child(lambda: fail_in_a_run(memory_dir / name, FailingStore(k, "EIO"), config, reference)).value()
+
+    assert _tried("stop", "stops") == _tried("continue", "goes on") == []
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "may_go_on", lambda session, error: session.run.config.on_save_error == "stop")
+        assert _tried("stop", "other") == ["the run goes on, and was to stop"]
+        assert _tried("continue", "another") == ["the run stops, and was to go on"]
+    monkeypatch.setattr(training.Session, "note", lambda *anything: None)
+    assert any("the notes do not tell errno" in told for told in _tried("continue", "silent"))
 
 
 def test_an_error_that_is_none_of_ours_is_noticed_and_ends_no_campaign(memory_dir, monkeypatch):

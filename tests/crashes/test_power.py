@@ -8,6 +8,8 @@ import torch
 
 from fault_tolerant_transformer_lab.crashes import (
     FILE_SYSTEMS,
+    LARGE_BLOCKS,
+    LARGE_FILE_SYSTEMS,
     PEERS,
     REAL_FAULTS,
     RECIPE,
@@ -36,6 +38,30 @@ def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves, 
         not_run(f"{kind.name}: {tried.not_run}")
     assert tried.lost == 0, tried.examples
     assert tried.tried >= 9 * saves  # 288 and more on four file systems, alone and with a neighbour
+
+
+@pytest.mark.parametrize("kind", LARGE_FILE_SYSTEMS, ids=lambda kind: kind.name)
+def test_no_power_cut_loses_a_file_written_past_the_page_cache(memory_dir, kind, not_run):
+    [tried] = power_cuts(memory_dir, 1, [kind], neighbour=True, n_blocks=LARGE_BLOCKS)
+    if tried.not_run:
+        not_run(f"{kind.name}: {tried.not_run}")
+    assert tried.lost == 0, tried.examples
+    assert tried.tried >= 12 and "files of more than 8 MiB" in tried.fault and tried.detail["direct"]
+
+
+@pytest.mark.parametrize("disk_type", ["CutWithoutFileSync", "CutWithoutDirectorySync"])
+def test_a_real_file_system_convicts_a_store_that_does_not_sync_a_large_file(memory_dir, disk_type, not_run):
+    [tried] = power_cuts(memory_dir, 1, LARGE_FILE_SYSTEMS[:1], globals()[disk_type], n_blocks=LARGE_BLOCKS)
+    if tried.not_run:
+        not_run(tried.not_run)
+    assert any("acknowledged step 1 is lost" in example for example in tried.examples), tried.examples
+
+
+def test_power_is_cut_in_saves_of_each_mode(memory_dir, not_run):
+    [tried] = power_cuts(memory_dir, 3, FILE_SYSTEMS[:1])
+    if tried.not_run:
+        not_run(tried.not_run)
+    assert tried.detail["saves"] == {"sync": 1, "async": 1, "overlapped": 1} and tried.lost == 0, tried.examples
 
 
 class CutWithoutFileSync(WithoutFileSync, CuttingDisk):

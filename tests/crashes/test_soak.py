@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fault_tolerant_transformer_lab import crashes
+from fault_tolerant_transformer_lab.cli import failure
 from fault_tolerant_transformer_lab.crashes import (
     CAMPAIGNS,
     CHAIN,
@@ -24,6 +25,7 @@ from fault_tolerant_transformer_lab.crashes import (
     SOAK,
     WORKING_ROOM,
     Caught,
+    NoRoomError,
     Reference,
     Report,
     Tried,
@@ -36,16 +38,19 @@ from fault_tolerant_transformer_lab.crashes import (
     fail_everywhere,
     fail_really,
     hostile_everywhere,
+    in_child,
     kill_everywhere,
     losses,
     outdated,
     peer_flips,
     power_cuts,
+    remove_stale,
     roomy,
     soak,
     source_digests,
     two_writers,
     undisturbed,
+    working_folder,
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -309,6 +314,66 @@ def test_the_recorded_reports_are_read_and_lost_nothing(scale):
 def test_the_recorded_reports_speak_for_this_code(scale):
     report = Report.from_plain(json.loads((RESULTS / f"crashtest_{scale}.json").read_text()))
     assert outdated(report) == []
+
+
+def test_a_killed_campaign_leaves_nothing_for_longer_than_until_the_next(tmp_path):
+    def killed():
+        with working_folder(tmp_path) as folder:
+            (folder / "image").write_bytes(b"x")
+            signal.raise_signal(signal.SIGKILL)
+
+    assert in_child(killed).signal == signal.SIGKILL
+    [left] = [path.name for path in tmp_path.iterdir()]
+    others = ["crashtest-by-somebody", "fttl-crashtest-file"]
+    (tmp_path / others[0]).mkdir()
+    (tmp_path / others[1]).write_text("kept for years")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "fttl-crashtest-link").symlink_to(elsewhere)
+    with working_folder(tmp_path) as living:
+        (living / "file").write_bytes(b"x")
+        assert not (tmp_path / left).exists()
+        assert in_child(lambda: remove_stale(tmp_path)).value() == [], "a living process' folder stays"
+        assert (living / "file").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "elsewhere", "fttl-crashtest-link"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can make another user's folder")
+def test_another_users_folder_is_not_removed(tmp_path):
+    folder = tmp_path / "fttl-crashtest-theirs"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    assert remove_stale(tmp_path) == [] and folder.exists()
+    os.chown(folder, 0, 0)
+    assert remove_stale(tmp_path) == [folder.name] and not folder.exists()
+
+
+def test_a_folder_that_is_taken_for_stale_as_it_is_made_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def mkdtemp(dir, prefix):
+        made.append(tempfile_mkdtemp(dir=dir, prefix=prefix))
+        if len(made) == 1:
+            os.rmdir(made[0])  # by another process, which found it without a lock
+        return made[-1]
+
+    tempfile_mkdtemp = crashes.tempfile.mkdtemp
+    monkeypatch.setattr(crashes.tempfile, "mkdtemp", mkdtemp)
+    with working_folder(tmp_path) as folder:
+        assert len(made) == 2 and str(folder) == made[1] and folder.is_dir()
+
+
+@pytest.mark.parametrize(("only", "told"), [
+    (None, "expected 512 MiB of free room in .*, got 64 MiB; free some, .* or choose others than peers and power"),
+    (["copies"], "expected 128 MiB of free room in .*, got 64 MiB; free some, name another folder$")])
+def test_a_folder_with_too_little_room_is_refused_before_anything_is_tried(tmp_path, monkeypatch, only, told):
+    usage = type(crashes.shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(crashes.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    with pytest.raises(NoRoomError, match=told):
+        crashtest(scale="quick", only=only, directory=tmp_path, progress_bar=False)
+    assert list(tmp_path.iterdir()) == []
+    status, line = failure(NoRoomError("--directory: no room"))
+    assert (status, line) == (2, "--directory: no room")
 
 
 def test_one_campaign_by_name_and_an_unknown_scale(tmp_path):

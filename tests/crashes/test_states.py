@@ -1,6 +1,7 @@
 """Every state that a file system may leave after power loss: the model, the mutants, and the real store on each."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,20 @@ import pytest
 from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
     BLOCK,
+    LARGE,
     MUTANTS,
     PROFILES,
+    WAITING,
     BrokenSync,
+    CachedDisk,
     Expectation,
     FileSystem,
+    NotingDisk,
     PageCache,
+    Way,
+    as_if_large,
     contents_after,
+    continue_example,
     convict,
     crash_states,
     distinct_states,
@@ -125,6 +133,47 @@ def test_each_missing_line_is_caught(memory_dir, mutant):
         "error of close not believed": "acknowledged step 5 is lost",
     }
     assert by_hand[mutant] in caught.wrong[0]
+
+
+WAYS = [(Way("async"), None), (Way("overlapped"), None), (Way(), NotingDisk), (Way(), CachedDisk)]
+WAY_NAMES = ["in the background", "overlapped", "past the page cache", "large, through the page cache"]
+
+
+@pytest.mark.parametrize(("way", "large"), WAYS, ids=WAY_NAMES)
+def test_every_state_of_a_save_in_the_background_or_of_a_large_file_keeps_every_promise(memory_dir, way, large):
+    (memory_dir / "recorded").mkdir()
+    with as_if_large() if large else nullcontext():
+        disk = (large or NotingDisk)(keep_data=True)
+        recording = record_saves(memory_dir / "recorded", before=3, saves=2, disk=disk, n_blocks=4, way=way)
+        found = distinct_states(recording)
+        tried = judge_states(recording, found, memory_dir, n_workers=2)
+    assert tried.tried == len(found) > 150 and tried.lost == 0, tried.examples
+    names = [record.name for record in recording.records]
+    assert names.count("start_writeback") == (4 if large is CachedDisk else 0)
+    assert getattr(disk, "direct", False) == (large is NotingDisk)
+
+
+@pytest.mark.parametrize(("way", "large"), WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("mutant", ["no fsync of the file", "no fsync of the directory"])
+def test_a_missing_sync_is_caught_in_each_way_too(memory_dir, monkeypatch, way, large, mutant):
+    if large is CachedDisk:
+        monkeypatch.setattr(MUTANTS[mutant], "set_direct", CachedDisk.set_direct)
+    with as_if_large() if large else nullcontext():
+        caught = convict(mutant, memory_dir, way=way)
+    assert "acknowledged step 5 is lost" in caught.wrong[0]
+
+
+def test_lengths_are_put_back_and_small_files_take_the_calls_of_large_ones(memory_dir):
+    def calls(folder, way=WAITING):
+        disk = NotingDisk()
+        continue_example(memory_dir / folder, 1, disk, way=way)
+        files = [record for record in disk.records if record.path.name.endswith(".tmp")]
+        return disk.direct, [record.name for record in files if record.name != "write"]
+
+    with as_if_large():
+        small = calls("small")
+    assert calls("plain")[0] is False
+    assert small[1] == calls("large", Way(n_bytes=LARGE))[1]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
