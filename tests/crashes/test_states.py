@@ -9,10 +9,9 @@ import pytest
 from fault_tolerant_transformer_lab import crashes
 from fault_tolerant_transformer_lab.crashes import (
     BLOCK,
-    LARGE,
+    LARGE_BLOCKS,
     MUTANTS,
     PROFILES,
-    WAITING,
     BrokenSync,
     CachedDisk,
     Expectation,
@@ -22,7 +21,6 @@ from fault_tolerant_transformer_lab.crashes import (
     Way,
     as_if_large,
     contents_after,
-    continue_example,
     convict,
     crash_states,
     distinct_states,
@@ -149,7 +147,7 @@ def test_every_state_of_a_save_in_the_background_or_of_a_large_file_keeps_every_
         tried = judge_states(recording, found, memory_dir, n_workers=2)
     assert tried.tried == len(found) > 150 and tried.lost == 0, tried.examples
     names = [record.name for record in recording.records]
-    assert names.count("start_writeback") == (4 if large is CachedDisk else 0)
+    assert names.count("start_writeback") == (2 if large is CachedDisk else 0)  # one a save
     assert getattr(disk, "direct", False) == (large is NotingDisk)
 
 
@@ -164,16 +162,17 @@ def test_a_missing_sync_is_caught_in_each_way_too(memory_dir, monkeypatch, way, 
 
 
 def test_lengths_are_put_back_and_small_files_take_the_calls_of_large_ones(memory_dir):
-    def calls(folder, way=WAITING):
+    def calls(name, n_blocks):
+        (memory_dir / name).mkdir()
         disk = NotingDisk()
-        continue_example(memory_dir / folder, 1, disk, way=way)
-        files = [record for record in disk.records if record.path.name.endswith(".tmp")]
-        return disk.direct, [record.name for record in files if record.name != "write"]
+        record_saves(memory_dir / name, before=0, saves=1, disk=disk, n_blocks=n_blocks)
+        files = [record.name for record in disk.records if record.path.name.endswith(".tmp")]
+        return disk.direct, [call for call, _ in itertools.groupby(files)]
 
     with as_if_large():
-        small = calls("small")
-    assert calls("plain")[0] is False
-    assert small[1] == calls("large", Way(n_bytes=LARGE))[1]
+        small = calls("as if large", 4)
+    assert small == calls("large", LARGE_BLOCKS) == (True, ["create", "write", "fsync", "close", "replace"])
+    assert calls("small", 4)[0] is False
 
 
 @pytest.mark.parametrize("profile", PROFILES)
