@@ -1,6 +1,7 @@
 """The scripts of `examples/trainers`, killed for good. The plain ones in every run; the libraries' take minutes and are
 run with FTTL_LONG=1. What `benchmarks/trainers.py` found of all of them is committed."""
 
+import configparser
 import difflib
 import json
 import os
@@ -62,6 +63,19 @@ def test_what_is_committed_names_a_verdict_a_version_and_no_machine(name):
     assert "/tmp/" not in json.dumps(found) and found["rows"]
     if found["verdict"] == "DIVERGENT":
         assert found["first_difference"] and found["suspects"] and " prove-script --checkpoints" in f" {found['again']}"
+
+
+@pytest.mark.parametrize(("extra", "script"), [
+    ("hf", "hf_trainer.py"), ("accelerate", "accelerate_loop.py"), ("lightning", "lightning_trainer.py")])
+def test_each_librarys_script_has_an_extra_with_all_that_it_imports(extra, script):
+    settings = configparser.ConfigParser(delimiters=["="])
+    settings.read(ROOT / "settings.ini")
+    needed = {name: set(settings["DEFAULT"][f"{name}_requirements"].split())
+              for name in ("hf", "accelerate", "lightning", "trainers")}
+    assert needed["trainers"] == needed["hf"] | needed["accelerate"] | needed["lightning"]
+    words = re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / script).read_text(), re.MULTILINE)
+    imported = set(words) & {"transformers", "accelerate", "lightning"}
+    assert imported and imported <= {re.split("[><=]", word)[0] for word in needed[extra]}
 
 
 # A newcomer's path: install, add at most ten lines or none, run one command
