@@ -1014,15 +1014,16 @@ def follow(
     "Follow one route: yields attempts, is sent how each ended, returns the trail."
     folder = workspace / route.name
     done: list[Ended] = []
+    stops: list[Interruption | None] = [*route.interruptions, None]
     if route.after:
         assert direct is not None
         shutil.copytree(direct.folder / f"at-{route.after}", folder / "run")
         done.append(_until(direct, route.after))
+        if stops[0] == Interruption(route.after, _AT_BOUNDARY["clean"], "clean"):  # that is this stop already
+            del stops[0]
     else:
         (folder / "run").mkdir(parents=True)
-    for number, stop in enumerate([*route.interruptions, None]):
-        if number < len(done):
-            continue
+    for number, stop in enumerate(stops, start=len(done)):
         dump_step = route.dump[1] if route.dump and route.dump[0] == number else -1
         ended = yield Attempt(folder / "run", folder / f"attempt-{number}.jsonl", stop, route.drop if number else (),
                               route.observe, dump_step, threads, None if stop else route.horizon, route.snapshots)
@@ -1237,7 +1238,7 @@ class Wishes:
     chain_steps: Sequence[int] | None = None  # steps at which chains begin; None takes `chosen`
     horizon: int | None = None  # inductive mode: resume at each step, and do so many more
     points: Sequence[tuple[Interruption, ...]] = ()  # these runs, and none else
-    expendable: Sequence[str] = ()  # paths of undeclared state that may be lost
+    expendable: Sequence[str] = ()  # paths of undeclared state, and participants, that may be lost
     besides: Sequence[Interruption] = ()  # single ones, at whatever step
 
 # %% ../nbs/07_equivalence.ipynb #cell-089
@@ -1371,10 +1372,13 @@ def _route(
     horizon: int | None = None,  # steps after the last resume
     drop: tuple[str, ...] = (),  # participants that are not restored
 ) -> Route:
-    "Plan one run. Up to a first clean stop it is the uninterrupted run, whose folder of that moment is taken over."
+    """Plan one run. Up to a first clean stop it is the uninterrupted run, whose folder of that moment is taken over;
+    up to a first kill, a run that was stopped after the save before it, and went on into the kill."""
     first = stops[0]
-    shared = first.how == "clean" and (direct.folder / f"at-{first.step}").is_dir()
-    return Route(name, stops, drop, after=first.step if shared else 0, horizon=horizon)
+    wanted = first.step if first.how == "clean" else first.step - 1 if first.boundary not in _RECOVERY else 0
+    there = [step for step in range(wanted, 0, -1) if (direct.folder / f"at-{step}").is_dir()][:1]
+    shared = there and (first.how != "clean" or there[0] == first.step)
+    return Route(name, stops, drop, after=there[0] if shared else 0, horizon=horizon)
 
 # %% ../nbs/07_equivalence.ipynb #cell-097
 @dataclass(frozen=True)
@@ -1686,7 +1690,7 @@ def _weigh(
     rows: Sequence[Row],  # of recovered runs
     knockouts: Sequence[Knockout],  # may be empty
     direct: Trail,  # uninterrupted
-    expendable: Sequence[str] = (),  # undeclared state that may be lost
+    expendable: Sequence[str] = (),  # undeclared state and participants that may be lost
 ) -> tuple[Verdict, str]:
     "Come to a verdict over everything that was run."
     different = sum(row.outcome == "different" for row in rows)
@@ -1721,15 +1725,44 @@ def _weigh(
         names = ", ".join(lost[:MOST_SUSPECTS])
         return Verdict.NOT_EXERCISED, (f"state outside the contract did not survive: {names}; make it a participant, "
                                        "or name it in expendable=[...] where it may be lost")
-    if knockouts and not any(knocked.noticed for knocked in knockouts):
+    silent = [knocked.participant for knocked in knockouts if not knocked.noticed]
+    if knockouts and len(silent) == len(knockouts):
         return Verdict.NOT_EXERCISED, "no participant's loss changes anything, so this proof could not have failed"
+    if unproven := [name for name in silent if name not in expendable]:
+        return Verdict.NOT_EXERCISED, (f"the proof cannot fail for {', '.join(unproven)}: left out at a resume, nothing "
+                                       "changes; let the run use it, do more steps, or name it in expendable=[...] "
+                                       "where that is known")
     kills = sum(row.stopped.startswith("SIGKILL") for row in rows)
     parts = [f"{kills} killed" if kills else "", f"{len(rows) - kills} stopped" if len(rows) > kills else ""]
     told = f"all {len(rows)} recovered runs ({', '.join(filter(None, parts))}) are bitwise equal to the direct run"
-    silent = [knocked.participant for knocked in knockouts if not knocked.noticed]
     return Verdict.EQUIVALENT, told + (f"; not exercised: {', '.join(silent)}" if silent else "")
 
 # %% ../nbs/07_equivalence.ipynb #cell-106
+def _knock_outs(
+    direct: Trail,  # uninterrupted
+    steps: int,  # its length
+    wishes: Wishes,  # whether there are any
+) -> list[Route]:  # one for each participant
+    "Plan to leave out each participant once, at a step at which it is not as a fresh run has it, if there is one."
+    reference, drops = _by_step(direct), []
+    for name in reference[0]["participants"] if wishes.knock_out and steps > 1 else ():
+        fresh = _of_participant(reference[0], name)
+        nearest = sorted(range(1, steps), key=lambda step: abs(step - steps // 2))
+        at = next((step for step in nearest if _of_participant(reference[step], name) != fresh), steps // 2)
+        stop = Interruption(at, "step boundary", "clean")
+        drop = _route(direct, f"without-{name}", (stop,), 1 if wishes.horizon else 2, (name,))
+        drops.append(drop if drop.after else replace(drop, horizon=None))
+    return drops
+
+
+def _of_participant(
+    record: Record,  # of one step
+    name: str,  # of a participant
+) -> dict[str, str]:  # by path
+    "Pick the lines of one participant out of a record."
+    return {path: text for path, text in record["state"].items() if participant_of(path) == name}
+
+
 def prove(
     prover: Prover,  # with an empty workspace
     wishes: Wishes,  # what to interrupt
@@ -1741,12 +1774,7 @@ def prove(
         return _not_begun(prover, direct, first)
     first = replace(first, segments=segments(direct), losses=_losses(direct))
     routes = plan(direct, prover.steps, wishes)
-    drops = []
-    if wishes.knock_out and prover.steps > 1:
-        middle = Interruption(prover.steps // 2, "step boundary", "clean")
-        drops = [_route(direct, f"without-{name}", (middle,), 1 if wishes.horizon else 2, (name,))
-                 for name in _by_step(direct)[0]["participants"]]
-        drops = [drop if drop.after else replace(drop, horizon=None) for drop in drops]
+    drops = _knock_outs(direct, prover.steps, wishes)
     disable = None if show_progress is None else not show_progress
     paths = [prover.recovered(direct, route) for route in routes] + [prover.knocked_out(direct, drop) for drop in drops]
     with tqdm(total=len(paths), desc="proof", unit="run", disable=disable) as bar:
@@ -1756,7 +1784,8 @@ def prove(
     if worst is not None:
         rows[worst] = measure(prover, direct, routes[worst], rows[worst])
     verdict, reason = _weigh(rows, knockouts, direct, wishes.expendable)
-    facts = _told_of(prover, direct) | {"cost": cost(prover, wishes, routes), "horizon": wishes.horizon}
+    bound = _bound(prover.steps, wishes, routes, {line["step"] for line in direct.attempts[0].events("published")})
+    facts = _told_of(prover, direct) | {"cost": cost(prover, bound), "horizon": wishes.horizon}
     mode: Literal["full", "inductive"] = "inductive" if wishes.horizon else "full"
     return Proof(verdict, reason, (first, *rows), knockouts, prover.steps, facts, mode)
 
@@ -1780,23 +1809,43 @@ def _losses(trail: Trail) -> dict[int, float]:
 
 def cost(
     prover: Prover,  # after its runs
-    wishes: Wishes,  # what was asked for
-    routes: Sequence[Route],  # that were followed
-) -> dict[str, float | None]:  # each in units of one run: what was spent on what, the sum, and what it may be at most
+    bound: float,  # what the proof itself, without what was left out and measured, may cost
+) -> dict[str, float]:  # each in units of one run: what was spent on what, the sum, and what it may be at most
     "Count what a proof cost, in steps run over the steps of a run; starting processes is not counted."
     spent = {name: round(n / prover.steps, 3) for name, n in prover.cost.items()}
     names = {"direct": "uninterrupted", "recovered": "recovered", "without": "left out", "measured": "measured"}
-    told: dict[str, float | None] = {names[name]: value for name, value in spent.items()}
+    told: dict[str, float] = {names[name]: value for name, value in spent.items()}
     told["proof"] = round(spent["direct"] + spent.get("recovered", 0.0), 3)
-    return told | {"all": round(sum(spent.values()), 3), "bound": _bound(prover.steps, wishes, routes)}
+    return told | {"all": round(sum(spent.values()), 3), "bound": bound}
 
 
-def _bound(steps: int, wishes: Wishes, routes: Sequence[Route]) -> float | None:
-    "What a proof may cost at most, where that is known: a run that is killed is run from its beginning each time."
+def _bound(steps: int, wishes: Wishes, routes: Sequence[Route], saved: set[int]) -> float:
+    "What a proof may cost at most: of clean stops half a run for each step, of kills what each of them may take."
     if wishes.horizon:
         return 4.0
     clean = all(stop.how == "clean" for route in routes for stop in route.interruptions)
-    return steps / 2 + 3 if clean and sum(len(route.interruptions) > 1 for route in routes) <= 1 else None
+    if clean and sum(len(route.interruptions) > 1 for route in routes) <= 1:
+        return steps / 2 + 3
+    return round(2 + sum(_most_steps(route, steps, saved) for route in routes) / steps, 3)
+
+
+def _most_steps(
+    route: Route,  # as planned
+    steps: int,  # length of the run
+    saved: set[int],  # steps after which the run publishes
+) -> int:  # that its processes do together, those taken over left out
+    "Count the steps that a route may take: up to each stop, and on from the last save that surely survives it."
+    total, at = 0, route.after
+    for stop in route.interruptions:
+        if stop.boundary in _RECOVERY:
+            continue
+        total += max(0, stop.step - at - (stop.boundary in _BEFORE_UPDATE))
+        survives = stop.how == "clean" or stop.boundary == "after_publication"
+        at = stop.step if survives else max((step for step in saved if step < stop.step), default=0)
+    return total + steps - at
+
+
+_BEFORE_UPDATE = ("before_forward", "in_accumulation", "after_backward")  # a step killed there was not done
 
 # %% ../nbs/07_equivalence.ipynb #cell-107
 def _compared(begun: Record) -> dict[str, int]:
@@ -1862,7 +1911,7 @@ def prove_restart(
     save_every: int = 1,  # steps between checkpoints
     boundaries: Iterable[str] = PLACES,  # where to kill; without "after_backward" for a run without an optimizer
     points: Iterable[str] = (),  # only these runs, such as "sigkill@3:after_update": a row's `point` repeats it
-    expendable: Iterable[str] = (),  # paths of undeclared state that may be lost, such as "run.last_batch"
+    expendable: Iterable[str] = (),  # what may be lost: paths of undeclared state, as "run.last_batch"; participants
     operations: Literal["kinds", "every"] = "kinds",  # disk operations to kill at: one of each kind, or every one
     knock_out: bool = True,  # leave out each participant in turn, to show that the proof can fail
     directory: Path | str | None = None,  # keeps all runs here; None uses a temporary folder
@@ -1959,6 +2008,13 @@ def telling_places(
     return list(dict.fromkeys([*stops, *(Interruption(step, boundary) for step, boundary in kills)]))
 
 # %% ../nbs/07_equivalence.ipynb #cell-113
+def _unused_by(
+    config: ExperimentConfig,  # of a run
+) -> tuple[str, ...]:  # names of participants
+    "Name what a configuration says that no step uses: without dropout nothing draws after the start."
+    return () if config.dropout else ("rng",)
+
+
 def prove_training(
     config: ExperimentConfig,  # what to train
     directory: Path | str | None = None,  # keeps all runs here; None uses a temporary folder
@@ -1983,7 +2039,7 @@ def prove_training(
     else:
         chosen = disk_steps = _chosen_steps(interrupt_at, config.steps)
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
-                    points=[read_point(point) for point in points],
+                    points=[read_point(point) for point in points], expendable=_unused_by(config),
                     besides=telling_places(config) if interrupt_at is None else ())
     bench = Bench(TrainingDriver(config), jobs or usable_cores(), False, hang_timeout)
     asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,

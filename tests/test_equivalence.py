@@ -74,7 +74,7 @@ def test_every_boundary_and_every_kind_of_disk_operation_is_survived_by_a_real_k
         assert {f"before {operation}", f"after {operation}"} <= during
     assert {row.stopped for row in proof.rows[1:]} == {"SIGKILL", "SIGKILL ×3"}
     assert proof.rows[-1].boundary == "step 2, after_publication; step 2, during_restore; step 2, after_restore"
-    assert proof.rows[-1].segments[0] == (0, 2) and proof.rows[-1].segments[-1] == (2, 3)
+    assert proof.rows[-1].segments[:2] == ((0, 1), (1, 2)) and proof.rows[-1].segments[-1] == (2, 3)
 
 
 def test_every_split_of_a_run_by_clean_stops_is_equal() -> None:
@@ -568,11 +568,30 @@ def test_a_proof_costs_no_more_than_it_says() -> None:
         full = in_process(example_run, steps=n).facts["cost"]
         cheap = in_process(example_run, steps=n, mode="inductive").facts["cost"]
         assert full["proof"] <= full["bound"] == n / 2 + 3 and cheap["proof"] <= cheap["all"] <= cheap["bound"] == 4
-    killed = quietly(example_run, steps=2, interrupt_at=[1], boundaries=["after_update"], knock_out=False)
-    assert killed.facts["cost"]["bound"] is None  # a run that is to be killed is run from its beginning each time
     assert full["uninterrupted"] == 2 and full["recovered"] == (7 * 8 / 2 + 4) / 8  # singles, and a chain of three
     assert cheap == {"uninterrupted": 2.0, "recovered": 0.875, "left out": 0.625, "proof": 2.875, "all": 3.5,
                      "bound": 4.0}
+
+
+@pytest.mark.parametrize(("place", "spent"), [  # steps: twice 4, then 1 to 4 of each killed run, and what died
+    ("before_forward", 8 + 4 + 3 + 2 + 1), ("after_backward", 8 + 4 + 3 + 2 + 1),
+    ("after_update", 8 + 4 + 3 + 2 + 1 + 4), ("after_publication", 8 + 3 + 2 + 1 + 0 + 4)])
+def test_each_step_killed_once_costs_half_a_run_for_each_step(place: str, spent: int) -> None:
+    proof = quietly(example_run, steps=4, how="sigkill", boundaries=[place], resumes=1, knock_out=False)
+    proof.raise_if_different()
+    cost = proof.facts["cost"]
+    assert cost["proof"] == spent / 4 <= cost["bound"] <= 4 / 2 + 3.5 and len(proof.rows) == 1 + 4
+    assert [row.segments[0] for row in proof.rows[2:]] == [(0, 1), (0, 2), (0, 3)]  # taken over, as stopped there
+    assert [row.segments[1][0] for row in proof.rows[2:]] == [1, 2, 3]  # restored by the process that was killed
+
+
+def test_a_kill_between_saves_begins_at_the_save_before_it() -> None:
+    proof = quietly(example_run, steps=7, save_every=3, interrupt_at=[2, 6, 7], how="sigkill", resumes=1,
+                    boundaries=["after_update"], knock_out=False)
+    proof.raise_if_different()
+    assert [row.segments for row in proof.rows[1:]] == [
+        ((0, 2), (0, 7)), ((0, 3), (3, 6), (3, 7)), ((0, 6), (6, 7), (6, 7))]
+    assert proof.facts["cost"]["proof"] <= proof.facts["cost"]["bound"]
 
 
 def test_any_row_can_be_had_again_by_its_point() -> None:
@@ -713,22 +732,54 @@ def test_a_run_that_learns_nothing_proves_nothing() -> None:
         proof.raise_if_different()
 
 
-def test_a_participant_whose_loss_changes_nothing_is_listed() -> None:
-    class Spare:
-        def state_dict(self) -> dict:
-            return {"unused": 3}
+class Spare:
+    "A participant with a state that no step changes, or that comes back to where it began."
 
-        def load_state_dict(self, state: dict) -> None:
-            pass
+    def __init__(self, period: int = 1) -> None:
+        self.period, self.position = period, 0
 
-    def make_run(directory: Path) -> ExampleRun:
-        run = ExampleRun()
-        run.contract = Contract(**run.contract.participants, spare=Spare())
-        return run
+    def state_dict(self) -> dict:
+        return {"position": self.position}
 
-    proof = in_process(make_run, steps=4, interrupt_at=[2])
-    assert proof.verdict is Verdict.EQUIVALENT and proof.not_exercised == ("spare",)
-    assert "not exercised: spare" in proof.reason
+    def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+class RunWithSpare(ExampleRun):
+    "The example, with a spare participant that moves on in each step."
+
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        self.spare = Spare(period)
+        self.contract = Contract(**self.contract.participants, spare=self.spare)
+
+    def advance(self) -> float:
+        self.spare.position = (self.spare.position + 1) % self.spare.period
+        return super().advance()
+
+
+@pytest.mark.parametrize("mode", ["full", "inductive"])
+def test_a_participant_whose_loss_changes_nothing_leaves_the_proof_open_unless_it_is_named(mode: str) -> None:
+    wished = functools.partial(in_process, lambda directory: RunWithSpare(1), steps=4, mode=mode)
+    proof = wished()
+    assert proof.verdict is Verdict.NOT_EXERCISED and proof.not_exercised == ("spare",)
+    assert "cannot fail for spare" in proof.reason and "expendable" in proof.reason
+    assert wished(expendable=["model"]).verdict is Verdict.NOT_EXERCISED
+    named = wished(expendable=["spare"])
+    assert named.verdict is Verdict.EQUIVALENT and "not exercised: spare" in named.reason
+    assert wished(knock_out=False).verdict is Verdict.EQUIVALENT  # nothing was left out, and nothing is claimed
+
+
+def test_a_participant_is_left_out_where_it_is_not_as_a_fresh_run_has_it() -> None:
+    proof = in_process(lambda directory: RunWithSpare(2), steps=4, interrupt_at=[2])  # at 2 it is where it began
+    assert proof.verdict is Verdict.EQUIVALENT and proof.not_exercised == ()
+
+
+def test_the_labs_run_without_dropout_is_equivalent_and_says_that_no_generator_was_needed() -> None:
+    proof = prove_training(SMALL.model_copy(update={"dropout": 0.0}), interrupt_at=[2], how="clean", resumes=1,
+                           progress_bar=False)
+    assert proof.verdict is Verdict.EQUIVALENT and proof.not_exercised == ("rng",), proof
+    assert "not exercised: rng" in proof.reason
 
 
 class HandMadeRun:
