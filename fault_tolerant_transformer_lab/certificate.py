@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'SCHEMA_VERSION', 'PAYLOAD_TYPE', 'root_of', 'code_identity', 'target_of', 'load_target', 'certificate',
-           'CertificateError', 'write_certificate', 'read_certificate', 'Checked', 'check_certificate',
+           'claims_of', 'CertificateError', 'write_certificate', 'read_certificate', 'Checked', 'check_certificate',
            'pre_authentication_encoding', 'sign_certificate', 'verify_signature']
 
 # %% ../nbs/07b_certificate.ipynb #cell-003
@@ -114,17 +114,24 @@ def certificate(
         code = code_identity(prove_training)
     else:
         about, code = target_of(target), code_identity(target)
-    interrupted = [{"point": row.point, "where": row.boundary, "how": row.stopped, "replayed": row.replayed,
-                    "outcome": row.outcome} for row in proof.rows if row.path == "recovered"]
     return {
         "format": FORMAT, "schema_version": SCHEMA_VERSION,
         "tool": {"name": "fault-tolerant-transformer-lab", "version": __version__},
-        "verdict": str(proof.verdict), "reason": proof.reason, "mode": proof.mode, "steps": proof.steps,
-        "target": about, "code": code, "identity": facts.get("identity"), "description": facts.get("description"),
-        "environment": facts.get("environment"), "asked": facts.get("asked"), "interrupted": interrupted,
-        "left_out": {one.participant: one.outcome for one in proof.knockouts},
-        "digests": digests, "root": root_of(digests), "cost": facts.get("cost"),
+        "verdict": str(proof.verdict), "reason": proof.reason, "target": about, "code": code,
+        "environment": facts.get("environment"), "asked": facts.get("asked"),
+        "digests": digests, "root": root_of(digests), "cost": facts.get("cost"), **claims_of(proof),
     }
+
+
+def claims_of(
+    proof: Proof,  # any
+) -> dict[str, Any]:  # JSON data
+    "Say what was interrupted where and how, what was left out, and which run it was."
+    interrupted = [{"point": row.point, "where": row.boundary, "how": row.stopped, "replayed": row.replayed,
+                    "outcome": row.outcome} for row in proof.rows if row.path == "recovered"]
+    return {"mode": proof.mode, "steps": proof.steps, "interrupted": interrupted,
+            "left_out": {one.participant: one.outcome for one in proof.knockouts},
+            "identity": proof.facts.get("identity"), "description": proof.facts.get("description")}
 
 # %% ../nbs/07b_certificate.ipynb #cell-016
 class CertificateError(CheckpointError):
@@ -137,16 +144,25 @@ def write_certificate(
     document: Mapping[str, Any],  # from `certificate`
     path: Path | str,  # a file, replaced
 ) -> Path:
-    "Write a certificate as JSON: keys sorted, indented, ending in a newline, so that equal ones are equal bytes."
-    text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    "Write a certificate as JSON with a digest of all of it: keys sorted, so that equal ones are equal bytes."
+    whole = {**document, "sha256": _digest_of(document)}
+    text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def _digest_of(
+    document: Mapping[str, Any],  # with or without its digest
+) -> str:  # 64 hexadecimal digits
+    "Digest everything that a certificate says, however it is laid out."
+    told = {name: value for name, value in document.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_certificate(
     path: Path | str,  # of a file
 ) -> dict[str, Any]:
-    "Read a certificate. Raises `CertificateError` where it is none, or its root is not that of its digests."
+    "Read a certificate. Raises `CertificateError` where it is none, or anything in it was changed."
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -163,6 +179,9 @@ def read_certificate(
     if document.get("root") != root_of(digests):
         raise CertificateError(f"{Path(path).name}: its root is not that of its digests, so it was changed after it "
                                "was written; it proves nothing")
+    if document.get("sha256") != _digest_of(document):
+        raise CertificateError(f"{Path(path).name}: it does not have the digest that it was written with, so it was "
+                               "changed after it was written; it proves nothing")
     return document
 
 # %% ../nbs/07b_certificate.ipynb #cell-023
@@ -197,7 +216,7 @@ def check_certificate(
     verdict = "" if proof.verdict == document["verdict"] else (
         f"verdict: certified {document['verdict']}, now {proof.verdict}: {proof.reason}")
     certified = "" if document["verdict"] == Verdict.EQUIVALENT else f"the certified verdict is {document['verdict']}"
-    against = [finding for finding in (verdict, certified, bits) if finding]
+    against = [finding for finding in (verdict, certified, bits, *_other_claims(document, proof)) if finding]
     return Checked(not against, tuple(finding for finding in (*against, *findings) if finding), proof)
 
 
@@ -226,6 +245,17 @@ def _environment_changes(document: Mapping[str, Any], proof: Proof) -> list[str]
     then, now = document.get("environment") or {}, proof.facts.get("environment") or {}
     return [f"environment: {name} was {then.get(name)}, is {now.get(name)}"
             for name in {**then, **now} if then.get(name) != now.get(name)]
+
+
+_CLAIMS = ("mode", "steps", "interrupted", "left_out", "identity", "description")
+
+
+def _other_claims(document: Mapping[str, Any], proof: Proof) -> list[str]:
+    "List what else a certificate claims and doing it again does not show: kills that did not happen, say."
+    if proof.verdict != document["verdict"]:
+        return []  # that says it already
+    shown = claims_of(proof)
+    return [f"{name}: not what doing it again shows" for name in _CLAIMS if document.get(name) != shown[name]]
 
 
 def _other_bits(certified: Sequence[str], now: Sequence[str], other_machine: bool) -> str:

@@ -117,6 +117,26 @@ def test_a_bug_that_came_in_since_is_a_divergence(path: Path) -> None:
     assert not checked.confirmed and checked.findings[0].startswith("verdict: certified EQUIVALENT, now DIVERGENT")
 
 
+@pytest.mark.parametrize("name", ["interrupted", "left_out", "steps", "mode", "identity", "description"])
+def test_a_claim_that_doing_it_again_does_not_show_is_not_confirmed(path: Path, name: str) -> None:
+    document = json.loads(path.read_text())
+    more = {"interrupted": [*document["interrupted"], {**document["interrupted"][0], "how": "SIGKILL"}],
+            "left_out": {**document["left_out"], "average": "caught"}, "steps": 300, "mode": "whole",
+            "identity": {"example": "another"}, "description": {"example": "another"}}
+    checked = check_certificate(changed(path, **{name: more[name]}), progress_bar=False)
+    assert not checked.confirmed and checked.findings == (f"{name}: not what doing it again shows",)
+
+
+def test_one_altered_character_anywhere_is_noticed(path: Path, tmp_path: Path) -> None:
+    data = path.read_bytes()
+    lines = [at for at, byte in enumerate(data) if chr(byte).isalnum()]
+    for at in lines[::max(1, len(lines) // 300)]:
+        altered = tmp_path / "altered.json"
+        altered.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+        with pytest.raises(CertificateError, match="changed after it was written|expected"):
+            read_certificate(altered)
+
+
 def test_a_certificate_of_a_failure_confirms_nothing(tmp_path: Path) -> None:
     faulty = functools.partial(example_run, fault="generator lost")
     written = write_certificate(certificate(prove_restart(faulty, **QUICK), faulty), tmp_path / "c.json")
