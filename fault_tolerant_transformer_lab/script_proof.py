@@ -540,7 +540,7 @@ def _call_of(thread: int, line: str, root: str, cwd: str, more: set[str]) -> Cal
 def _read_calls(log: Path, root: Path, cwd: Path) -> list[Call]:
     "Read what strace wrote."
     text = log.read_text(errors="replace") if log.exists() else ""
-    moved = re.findall(r'^\d+ rename\w*\((?:[^"]*)"([^"]*)"[^"]*"([^"]*)"', text, re.MULTILINE)
+    moved = re.findall(r'^\d+ +rename\w*\((?:[^"]*)"([^"]*)"[^"]*"([^"]*)"', text, re.MULTILINE)
     more = {source for source, target in moved if str(root) in target and str(root) not in source}  # written elsewhere
     found: list[Call] = []
     counts: dict[tuple[int, str], int] = {}
@@ -703,23 +703,50 @@ class Strike:
     overall: int = 0  # the same place where file names change from run to run: counted over all files; 0 where unknown
 
 
+def _kind_of(name: str) -> str:
+    "A file's name without its numbers."
+    return re.sub(r"\d+", "#", name)
+
+
 def steady(
     calls: Sequence[Call],  # of an uninterrupted run
-) -> set[str]:  # strings that `Call.keys` hold
-    "Choose the file names that come again, but for the numbers in them: not a temporary one with random letters."
-    names = [(call.name, key) for call in calls for key in call.keys]
-    count = Counter((name, re.sub(r"\d+", "#", key)) for name, key in names)
-    return {key for name, key in names if count[name, re.sub(r"\d+", "#", key)] > 1}
+    made: Sequence[Publication] = (),  # its checkpoints, whose own names are as good as any
+) -> list[set[str]]:  # strings that `Call.keys` hold, those first that another run surely has too
+    """Choose the file names that come again in another run: first those of checkpoints and those that come again exactly,
+    then those that do but for the numbers in them. One with random letters is none of them, however often it is used
+    until it is renamed; one that is renamed and has a number in it, perhaps the process', is only among the second."""
+    used: Counter[tuple[str, str]] = Counter()
+    lives: Counter[str] = Counter()
+    there: set[str] = set()
+    gone: set[str] = set()
+    for call in calls:
+        for key in call.keys:
+            used.update({(call.name, key), (call.name, _kind_of(key))})
+            if key not in there:
+                there.add(key)
+                lives.update({key, _kind_of(key)})
+        if call.kind in ("rename", "remove"):
+            there.discard(call.keys[0])
+            gone.add(call.keys[0])
+    final = {f"{{dir}}/{one.name}" for one in made}
+    names = {(call.name, key) for call in calls for key in call.keys}
+    exact = {key for name, key in names if key in final
+             or (used[name, key] > 1 and (key not in gone or (lives[key] > 1 and key == _kind_of(key))))}
+    alike = {key for name, key in names if used[name, _kind_of(key)] > 1
+             and (lives[_kind_of(key)] > 1 or key not in gone)}
+    return [exact, exact | alike]
 
 
 def strike_before(
     calls: Sequence[Call],  # of an uninterrupted run
     index: int,  # the call before which to kill
     start: int = 0,  # where the process' own calls begin, for one that was resumed
+    made: Sequence[Publication] = (),  # the checkpoints
 ) -> Strike:
     "Describe a call so that it is found again in another run."
-    wanted, known = calls[index], steady(calls)
-    keys = tuple(key for key in wanted.keys if key in known) or wanted.keys
+    wanted = calls[index]
+    choices = (tuple(key for key in wanted.keys if key in known) for known in steady(calls, made))
+    keys = next(filter(None, choices), wanted.keys)
     same = [call for call in calls[start:index] if call.name == wanted.name and call.thread == wanted.thread
             and set(call.keys) & set(keys)]
     return Strike(wanted.name, keys, len(same) + 1, overall=0 if start else wanted.nth)
@@ -952,14 +979,14 @@ def _shared(calls: Sequence[Call], index: int) -> bool:
 
 def _boundaries(calls: Sequence[Call], made: Sequence[Publication]) -> dict[int, int]:
     "By number of complete checkpoints: the call before which a kill finds exactly these; not after the last one."
-    known = steady(calls)
+    known = steady(calls, made)
     found: dict[int, int] = {}
     for number, one in enumerate(made, start=1):
         end = made[number].last + 1 if number < len(made) else len(calls)
         changes = [i for i in range(one.last + 1, end) if calls[i].kind not in ("read", "sync all")]
         changes = [i for i in changes if not _shared(calls, i)]
-        again = [i for i in changes if known & set(calls[i].keys)]
-        found |= {number: (again or changes)[0]} if changes else {}
+        choices = ([i for i in changes if names & set(calls[i].keys)] for names in known)
+        found |= {number: next(filter(None, choices), changes)[0]} if changes else {}
     return found
 
 
@@ -985,7 +1012,7 @@ def _chain(calls: Sequence[Call], made: Sequence[Publication], k: int) -> KillPo
     if len(numbers) < 2:
         return None
     starts = [0, *(made[number].first for number in numbers[:-1])]  # a resumed process begins with the next save
-    strikes = [strike_before(calls, places[number], start) for number, start in zip(numbers, starts, strict=True)]
+    strikes = [strike_before(calls, places[number], start, made) for number, start in zip(numbers, starts, strict=True)]
     told = ", ".join(map(str, numbers))
     return KillPoint(f"chain-{len(numbers)}", f"in one run, after checkpoints {told}", tuple(strikes), numbers[0])
 
@@ -997,7 +1024,7 @@ def _traced_points(calls: Sequence[Call], made: Sequence[Publication], wanted: W
         for number in _spread(len(made), wanted.max_checkpoints):
             if number in places:
                 yield KillPoint(f"checkpoint-{number}", f"after checkpoint {number} of {len(made)}",
-                                (strike_before(calls, places[number]),), number)
+                                (strike_before(calls, places[number], made=made),), number)
             elif number < len(made):  # written by a process or a thread of its own each time
                 yield KillPoint(f"checkpoint-{number}", f"after checkpoint {number} of {len(made)}",
                                 (Poll(new=number),), number)
@@ -1006,14 +1033,14 @@ def _traced_points(calls: Sequence[Call], made: Sequence[Publication], wanted: W
         chosen = range(1, len(events) + 1) if wanted.every_event else _spread(len(events), wanted.max_events)
         for i, after in (events[number - 1] for number in chosen):
             if "checkpoints" not in wanted.kinds or i not in places.values():
-                yield KillPoint(f"event-{i}", f"before {calls[i]}", (strike_before(calls, i),), after)
+                yield KillPoint(f"event-{i}", f"before {calls[i]}", (strike_before(calls, i, made=made),), after)
     if "chain" in wanted.kinds and (chain := _chain(calls, made, wanted.chain)):
         yield chain
     if "disk full" in wanted.kinds and made:
         one = made[len(made) // 2]
         write = next((i for i in range(one.first, one.last + 1) if calls[i].name.startswith(("write", "pwrite"))), None)
         if write is not None and not _shared(calls, write):
-            strike = replace(strike_before(calls, write), error="ENOSPC")
+            strike = replace(strike_before(calls, write, made=made), error="ENOSPC")
             yield KillPoint("disk-full", f"the disk is full at {calls[write]}", (strike,), len(made) // 2)
 
 
@@ -1346,11 +1373,6 @@ class _Runs:
                            f"{self.workspace}, and a run takes {(size >> 20) + 1}; give another directory")
 
 # %% ../nbs/07d_scripts.ipynb #cell-073
-def _kind_of(name: str) -> str:
-    "A checkpoint's name without its numbers."
-    return re.sub(r"\d+", "#", name)
-
-
 class _History:
     "What the direct run's checkpoints held, as far as is known yet, by their number in the order of completion."
 
@@ -1778,8 +1800,8 @@ def _beside(proving: _Proving, k: int, j: int) -> list[Path]:
     for start in (0, made[k].first):
         root = runs.folder()
         if start:
-            runs.attempt(root, 0, strike_before(calls, places[k]))
-        stop = strike_before(calls, places[j], start) if j in places else None
+            runs.attempt(root, 0, strike_before(calls, places[k], made=made))
+        stop = strike_before(calls, places[j], start, made) if j in places else None
         runs.attempt(root, int(start > 0), _after_resume(proving, stop) if start and stop else stop)
         roots.append(root)
     return roots
@@ -1808,7 +1830,8 @@ def _located(proving: _Proving, row: ScriptRow) -> ScriptRow:
     name, old = made[first - 1].name, runs.folder()
     paths = [(root / name, root) for root in roots]
     if first == k + 1:  # what was there at the kill, against which a moment that began anew is parallel
-        runs.attempt(old, 0, strike_before(proving.direct.calls, _boundaries(proving.direct.calls, made)[k]))
+        place = _boundaries(proving.direct.calls, made)[k]
+        runs.attempt(old, 0, strike_before(proving.direct.calls, place, made=made))
         paths.append((old / made[k - 1].name, old))
     sizes = runs.reader.differences(*paths, where=_parted(a, b))
     return replace(row, diagnosis=_described(proving.history, a, b, sizes, name))

@@ -201,6 +201,27 @@ def test_what_a_power_cut_would_punish_is_found_in_the_system_calls(how, kinds):
 
 
 @needs_strace
+@pytest.mark.parametrize("how", ["elsewhere", "beside", "process number"])
+def test_a_temporary_name_that_no_other_run_has_keeps_no_kill_from_its_place(how):
+    proof = count(how, kills=["checkpoints", "chain"])
+    assert proof.verdict == "EQUIVALENT", proof
+    assert [(row.point, row.outcome, row.kills) for row in proof.rows] == [
+        ("checkpoint-1", "equal", 1), ("checkpoint-2", "equal", 1), ("checkpoint-3", "equal", 1),
+        ("chain-3", "equal", 3)]
+
+
+@pytest.mark.parametrize("number", [7, 4229, 31337, 4194303])
+def test_a_file_that_is_written_elsewhere_is_seen_whatever_the_number_of_the_process(number, tmp_path):
+    root, thread = tmp_path / "out", f"{number:<5}"  # strace pads the number to five columns
+    (tmp_path / "calls").write_text(
+        f'{thread} openat(AT_FDCWD<{tmp_path}>, "/tmp/tmpab", O_RDWR|O_CREAT, 0600) = 3</tmp/tmpab>\n'
+        f'{thread} write(3</tmp/tmpab>, ""..., 5) = 5\n'
+        f'{thread} rename("/tmp/tmpab", "{root}/ckpt") = 0\n')
+    calls = script_proof._read_calls(tmp_path / "calls", root, tmp_path)
+    assert [call.name for call in calls] == ["openat", "write", "rename"]
+
+
+@needs_strace
 def test_a_kill_in_the_middle_of_a_write_in_place_leaves_a_torn_checkpoint():
     proof = count("in place", kills=["events"])
     assert proof.verdict == "ERROR"

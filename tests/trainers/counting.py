@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 parser = argparse.ArgumentParser()
@@ -64,6 +65,14 @@ def save(state):
         shutil.rmtree(path, ignore_errors=True)
         os.rename(path + ".tmp", path)
         sync(args.out)
+    elif args.how in ("elsewhere", "beside", "process number"):  # a name that no other run has, opened twice
+        name = f"{path}.{os.getpid()}.tmp"
+        if args.how != "process number":
+            descriptor, name = tempfile.mkstemp(dir=args.out if args.how == "beside" else None)
+            os.close(descriptor)
+        with open(name, "w") as file:
+            file.write(text)
+        shutil.move(name, path)
     else:
         with open(path + ".tmp", "w") as file:
             file.write(text)
