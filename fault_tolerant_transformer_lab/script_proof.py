@@ -697,8 +697,8 @@ class Strike:
     "A place to kill at, exact to the system call: before the `nth` call of this name on one of these files."
 
     call: str
-    keys: tuple[str, ...]  # as in `Call`
-    nth: int  # counted in each thread from the process' start
+    keys: tuple[str, ...]  # as in `Call`; empty where only the number tells
+    nth: int  # counted in each thread from the process' start, over all files where there are no keys
     error: str = ""  # not a kill: from there on the call fails with this error, as "ENOSPC"
     overall: int = 0  # the same place where file names change from run to run: counted over all files; 0 where unknown
 
@@ -743,13 +743,20 @@ def strike_before(
     start: int = 0,  # where the process' own calls begin, for one that was resumed
     made: Sequence[Publication] = (),  # the checkpoints
 ) -> Strike:
-    "Describe a call so that it is found again in another run."
-    wanted = calls[index]
-    choices = (tuple(key for key in wanted.keys if key in known) for known in steady(calls, made))
-    keys = next(filter(None, choices), wanted.keys)
-    same = [call for call in calls[start:index] if call.name == wanted.name and call.thread == wanted.thread
-            and set(call.keys) & set(keys)]
-    return Strike(wanted.name, keys, len(same) + 1, overall=0 if start else wanted.nth)
+    "Describe a call so that it is found again in another run: by its file, or by its number where no name is steady."
+    wanted, known = calls[index], steady(calls, made)
+    choices = [tuple(key for key in _matched_by(wanted) if key in names) for names in known]
+    keys = choices[0] if wanted.kind == "rename" else choices[0] or choices[1]  # there are few renames to count
+    like = [[call for call in part if (call.name, call.thread) == (wanted.name, wanted.thread)]
+            for part in (calls[:start], calls[start:index])]
+    same = [call for call in like[1] if set(_matched_by(call)) & set(keys)]
+    taken = max((call.nth for call in like[0]), default=0)
+    return Strike(wanted.name, keys, len(same) + 1 if keys else wanted.nth - taken, overall=0 if start else wanted.nth)
+
+
+def _matched_by(call: Call) -> tuple[str, ...]:
+    "What strace finds a call by: of a rename the old name alone."
+    return call.keys[:1] if call.kind == "rename" else call.keys
 
 # %% ../nbs/07d_scripts.ipynb #cell-045
 @dataclass(frozen=True)
@@ -1697,7 +1704,11 @@ def _after_resume(proving: _Proving, place: Strike | Poll) -> Strike | Poll:
     if not isinstance(place, Strike) or not proving.resumed:
         return place
     first = publications(proving.resumed, proving.runs.script.patterns)[0].first
-    before = [call for call in proving.resumed[:first] if call.name == place.call and set(call.keys) & set(place.keys)]
+    if not place.keys:
+        numbers = [call.nth for call in proving.resumed[first:] if call.name == place.call]
+        return replace(place, nth=place.nth + numbers[0] - 1) if numbers else place
+    before = [call for call in proving.resumed[:first] if call.name == place.call
+              and set(_matched_by(call)) & set(place.keys)]
     return replace(place, nth=place.nth + len(before))
 
 
