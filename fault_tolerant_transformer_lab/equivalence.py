@@ -1729,9 +1729,9 @@ def _weigh(
     if knockouts and len(silent) == len(knockouts):
         return Verdict.NOT_EXERCISED, "no participant's loss changes anything, so this proof could not have failed"
     if unproven := [name for name in silent if name not in expendable]:
-        return Verdict.NOT_EXERCISED, (f"the proof cannot fail for {', '.join(unproven)}: left out at a resume, nothing "
-                                       "changes; let the run use it, do more steps, or name it in expendable=[...] "
-                                       "where that is known")
+        return Verdict.NOT_EXERCISED, (f"the proof cannot fail for {', '.join(unproven)}: left out at a resume, "
+                                       "nothing changes; let the run use it, do more steps, or name it in "
+                                       "expendable=[...] where that is known")
     kills = sum(row.stopped.startswith("SIGKILL") for row in rows)
     parts = [f"{kills} killed" if kills else "", f"{len(rows) - kills} stopped" if len(rows) > kills else ""]
     told = f"all {len(rows)} recovered runs ({', '.join(filter(None, parts))}) are bitwise equal to the direct run"

@@ -712,9 +712,9 @@ def steady(
     calls: Sequence[Call],  # of an uninterrupted run
     made: Sequence[Publication] = (),  # its checkpoints, whose own names are as good as any
 ) -> list[set[str]]:  # strings that `Call.keys` hold, those first that another run surely has too
-    """Choose the file names that come again in another run: first those of checkpoints and those that come again exactly,
-    then those that do but for the numbers in them. One with random letters is none of them, however often it is used
-    until it is renamed; one that is renamed and has a number in it, perhaps the process', is only among the second."""
+    """Choose the file names that come again in another run: first those of checkpoints, and those that come again
+    exactly; then those that do but for the numbers in them. One with random letters is none of them, however often it
+    is used until it is renamed; one that is renamed and has a number in it, perhaps the process', is among the second."""
     used: Counter[tuple[str, str]] = Counter()
     lives: Counter[str] = Counter()
     there: set[str] = set()
@@ -751,7 +751,8 @@ def strike_before(
             for part in (calls[:start], calls[start:index])]
     same = [call for call in like[1] if set(_matched_by(call)) & set(keys)]
     taken = max((call.nth for call in like[0]), default=0)
-    return Strike(wanted.name, keys, len(same) + 1 if keys else wanted.nth - taken, overall=0 if start else wanted.nth)
+    nth = len(same) + 1 if keys else wanted.nth - taken
+    return Strike(wanted.name, keys, nth, overall=0 if start else wanted.nth)
 
 
 def _matched_by(call: Call) -> tuple[str, ...]:
