@@ -7,9 +7,9 @@ __all__ = ['SCHEMA_VERSION', 'INDEX', 'MAX_INDEX_BYTES', 'MAX_INDEX_VALUES', 'TO
            'Chunk', 'ShardedTensor', 'ShardFile', 'GenerationManifest', 'read_generation', 'open_shards',
            'verify_generation', 'ShardReader', 'PlannedTensor', 'SlicedTensor', 'box_of', 'FencedError', 'Attempt',
            'read_attempt', 'new_attempt', 'sharded_name', 'sharded_step_of', 'generations_in', 'ShardDisk',
-           'remove_tree', 'ShardWriter', 'RankRestored', 'agree', 'publication_lock', 'retain', 'RankStore',
-           'saved_for', 'open_whole', 'publish_one_file', 'export_checkpoint', 'open_any', 'diff_states', 'Inert',
-           'read_inert', 'read_dcp_folder', 'read_torch_save', 'import_checkpoint']
+           'remove_tree', 'ShardWriter', 'RankRestored', 'agree', 'publication_lock', 'retain', 'RankStore', 'kind_of',
+           'newest_sound', 'saved_for', 'open_whole', 'publish_one_file', 'export_checkpoint', 'open_any',
+           'diff_states', 'Inert', 'read_inert', 'read_dcp_folder', 'read_torch_save', 'import_checkpoint']
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-003
 import dataclasses
@@ -1303,6 +1303,25 @@ class RankStore(_Publishing):
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-033
 TOLD_BY = "told by rank"  # begins the note of an error that another rank had
 
+
+def kind_of(
+    error: BaseException,  # from a save or a restore
+) -> str:  # the name of a class
+    "What kind of error a rank had: this one, or the one that told it."
+    told = [note for note in getattr(error, "__notes__", ()) if note.startswith(TOLD_BY)]
+    return told[0].rpartition(": ")[2] if told else type(error).__name__
+
+
+def newest_sound(
+    directory: Path,  # of a store
+) -> Path | None:  # None where no checkpoint verifies
+    "The newest checkpoint whose every byte is as it was written."
+    for step, path in reversed(generations_in(directory)):
+        with suppress(CheckpointError, OSError), open_any(path) as saved:
+            if saved.step == step:
+                return path
+    return None
+
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-034
 def _begins_anew(participant: Any) -> bool:
     "Whether a participant can begin anew at another world size: generators, whose streams belong to ranks."
@@ -1319,7 +1338,7 @@ def _error_of(rank: int, kind: str, text: str) -> CheckpointError:
         "FencedError": FencedError, "CheckpointCorruptError": CheckpointCorruptError,
         "NoCheckpointError": NoCheckpointError, "TrainingError": CheckpointError}
     error = kinds.get(kind, CheckpointError)(text if kind in kinds else f"rank {rank}: {kind}: {text}")
-    error.add_note(f"{TOLD_BY} {rank}")  # it is that rank's to say
+    error.add_note(f"{TOLD_BY} {rank}: {kind}")  # it is that rank's to say
     return error
 
 

@@ -1,5 +1,6 @@
 """Whole runs of several ranks: wishes, the first cause, requests to stop, saves in the background, torchrun."""
 
+import errno
 import json
 import logging
 import os
@@ -8,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fault_tolerant_transformer_lab.config import ConfigError, load_config, shipped_config
-from fault_tolerant_transformer_lab.contract import CheckpointError
-from fault_tolerant_transformer_lab.distributed import RankFailure, Ranks, run_ranks
+from fault_tolerant_transformer_lab.contract import CheckpointError, Progress, RandomGenerators
+from fault_tolerant_transformer_lab.distributed import LocalShards, RankContract, RankFailure, Ranks, run_ranks
+from fault_tolerant_transformer_lab.equivalence import ProofError
 from fault_tolerant_transformer_lab.launch import (
     LOST_A_PEER,
     Place,
@@ -27,8 +33,10 @@ from fault_tolerant_transformer_lab.launch import (
     operations_of,
     places_of,
     prove_distributed,
+    prove_ranks,
     train_rank,
 )
+from fault_tolerant_transformer_lab.publication import Disk
 from fault_tolerant_transformer_lab.sharded import TOLD_BY, read_generation
 
 TINY = load_config(shipped_config("smoke")).replace(
@@ -102,7 +110,7 @@ def failure(exit_code, cause=None):
     ({0: failure(LOST_A_PEER), 1: failure(2, "a full disk")}, "rank 1 of 2 was the first to fail: a full disk"),
     ({0: failure(-signal.SIGTERM), 1: failure(1, "no such file")}, "rank 1 of 2 was the first to fail: no such file"),
     ({0: failure(1, "its peer is gone"), 1: failure(-signal.SIGSEGV)}, "rank 1 of 2 .* killed by SIGSEGV"),
-    ({0: failure(LOST_A_PEER), 1: failure(LOST_A_PEER)}, "rank 0 of 2 was the first to fail: exit status 75"),
+    ({0: failure(LOST_A_PEER), 1: failure(LOST_A_PEER)}, "rank 0 of 2 .* it waited in vain for another rank"),
     ({0: failure(128 + signal.SIGTERM), 1: failure(128 + signal.SIGTERM)}, "SIGTERM: the ranks were asked to stop"),
 ])
 def test_the_first_cause_is_told_from_its_consequences(failures, words):
@@ -168,3 +176,139 @@ def test_torchrun_itself_starts_a_run_and_a_request_to_stop_saves_what_is_comple
     saved = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     logged = [json.loads(line)["step"] for line in log.read_bytes().splitlines()]
     assert read_generation(saved).step == logged[-1] and logged == list(range(1, len(logged) + 1))
+
+
+class FullDisk(Disk):
+    "Has no room for anything that is written about some steps; `log` for the log instead."
+
+    def __init__(self, *words):
+        super().__init__()
+        self.words = words
+
+    def operation(self, name, path, call):
+        if name in ("write", "append") and any(word in f"{path}" for word in self.words):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call()
+
+
+def with_full_disk(folder, config, parallel, rank, *words):
+    "A function for `run_ranks`: train with a full disk on one rank."
+    def _run(ranks):
+        disk = FullDisk(*words) if ranks.rank == rank else None
+        result = train_rank(config, folder, ranks, parallel=parallel, disk=disk)
+        return [result.state_digest, result.failed_saves, list(result.notes)]
+    return _run
+
+
+@pytest.mark.parametrize(("parallel", "rank", "mode"), [("fsdp", 1, "sync"), ("ddp", 0, "async"), ("fsdp", 0, "async")])
+def test_a_full_disk_of_one_rank_is_passed_over_by_all_of_them_where_that_was_chosen(tmp_path, parallel, rank, mode):
+    config = TINY.replace(checkpoint_every=1, on_save_error="continue", checkpoint_mode=mode, keep_last=4)
+    straight = run_ranks(result_of(tmp_path / "straight", config=config, parallel=parallel), 2)
+    found = run_ranks(with_full_disk(tmp_path / "a", config, parallel, rank, "step-00000002", "step-00000003"), 2)
+    assert [[digest, failed] for digest, failed, _ in found] == [[straight[0][2], 2]] * 2
+    notes = [note for note in found[0][2] if "no checkpoint was saved" in note]
+    assert len(notes) == 2 and all("ENOSPC" in note and "on_save_error=continue" in note for note in notes)
+    names = [path.name[:13] for path in sorted((tmp_path / "a" / "checkpoints").glob("step-*"))]
+    assert names == ["step-00000001", "step-00000004"] and not list((tmp_path / "a" / "checkpoints").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(("choice", "words"), [("stop", ["step-00000002"]), ("continue", ["step-00000001"]),
+                                               ("continue", ["step-00000004"])])
+def test_a_full_disk_stops_all_ranks_without_an_earlier_checkpoint_at_the_end_and_where_nothing_was_chosen(
+        tmp_path, choice, words):
+    config = TINY.replace(checkpoint_every=1, on_save_error=choice)
+    with pytest.raises(RankFailure, match="rank 1 of 2 .*PublicationError.*ENOSPC"):
+        run_ranks(with_full_disk(tmp_path / "a", config, "fsdp", 1, *words), 2)
+
+
+def test_a_log_that_the_disk_does_not_take_waits_for_room(tmp_path):
+    config = TINY.replace(checkpoint_every=1, on_save_error="continue")
+
+    class FullForAWhile(FullDisk):
+        def operation(self, name, path, call):
+            self.n = getattr(self, "n", 0) + (name == "append")
+            if name == "append" and not 2 <= self.n <= 3:
+                return call()
+            return super().operation(name, path, call)
+
+    def train(ranks):
+        disk = FullForAWhile("metrics.jsonl") if ranks.is_first else None
+        return list(train_rank(config, tmp_path / "a", ranks, parallel="fsdp", disk=disk).notes)
+
+    notes = run_ranks(train, 2)[0]
+    assert any("its lines wait in memory" in note for note in notes)
+    lines = (tmp_path / "a" / "metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+class OwnRun:
+    "A trainer under FSDP2 with noise of each rank's own, and without this project's model."
+
+    def __init__(self, ranks, forgets=False, idle=False):
+        torch.manual_seed(7)
+        self.model = torch.nn.Linear(4, 3)
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (ranks.size,)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.progress, more = Progress(), {"idle": torch.nn.Linear(1, 1)} if idle else {}
+        RandomGenerators().seed(100 + ranks.rank)
+        more |= {} if forgets else {"rng": RandomGenerators()}
+        self.contract = RankContract(ranks, {"parallel": "own"}, model=LocalShards(self.model),
+                                     optimizer=LocalShards(self.optimizer), progress=self.progress, **more)
+
+    def advance(self):
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.progress.record(0.0, 3)
+        return loss.item()
+
+
+def test_a_trainer_of_ones_own_is_proven_across_ranks_and_one_that_forgets_is_found():
+    kills = [[Place((1,), "after_backward", 2)], [Place((1,), "during_write", 1, 3), Place((0, 1), "after_update", 2)]]
+    proof = prove_ranks(partial(OwnRun, idle=True), 2, steps=3, chains=kills)
+    proof.raise_if_different()
+    assert proof.is_equivalent and [cell.resumed_from for cell in proof.cells] == [(1,), (1,)]
+    assert proof.not_exercised == ("idle",)
+    broken = prove_ranks(partial(OwnRun, forgets=True), 2, steps=3, chains=kills[:1], knock_out=False)
+    with pytest.raises(ProofError, match="2 ranks, killed at rank 1 after_backward of step 2: other bits"):
+        broken.raise_if_different()
+
+
+def test_a_proof_whose_kill_strikes_nobody_is_none_and_neither_is_one_of_a_run_that_varies():
+    nowhere = prove_ranks(OwnRun, 1, steps=2, chains=[[Place((0,), "after_update", 9)]], knock_out=False)
+    with pytest.raises(ProofError, match="nobody died"):
+        nowhere.raise_if_different()
+
+    def varies(ranks):
+        run = OwnRun(ranks)
+        torch.manual_seed(time.time_ns() % 2**60)
+        return run
+
+    with pytest.raises(ProofError, match="two undisturbed runs of 1 ranks end with other bits"):
+        prove_ranks(varies, 1, steps=2)
+    with pytest.raises(ConfigError, match="a save before the last step"):
+        prove_ranks(OwnRun, 1, steps=1)
+
+
+STOPPED = """
+import os, signal, sys, time
+from fault_tolerant_transformer_lab.config import load_config, shipped_config
+from fault_tolerant_transformer_lab.launch import train_distributed
+
+def stop(name, step):
+    if os.environ["RANK"] == "1" and (name, step) == ("during_write", 2):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+config = load_config(shipped_config("smoke")).replace(
+    grad_accumulation=2, batch_size=1, n_layers=1, d_model=8, n_heads=1, steps=4, checkpoint_every=2)
+train_distributed(config, sys.argv[1], parallel="fsdp", on_boundary=stop, timeout_s=8)
+"""
+
+
+def test_a_rank_that_hangs_in_a_save_ends_the_attempt_within_the_time_of_the_group(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 1 of 2 was the first to fail: killed by SIGKILL"):  # by the launcher
+        launch(["-c", STOPPED, str(tmp_path / "run")], 2)
+    assert time.monotonic() - begun < 900  # the group's own patience was half an hour
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
