@@ -714,7 +714,7 @@ def steady(
 ) -> list[set[str]]:  # strings that `Call.keys` hold, those first that another run surely has too
     """Choose the file names that come again in another run: first those of checkpoints, and those that come again
     exactly; then those that do but for the numbers in them. One with random letters is none of them, however often it
-    is used until it is renamed; one that is renamed and has a number in it, perhaps the process', is among the second."""
+    is used until it is renamed; one that is renamed and has a number in it, perhaps the process', is in the second."""
     used: Counter[tuple[str, str]] = Counter()
     lives: Counter[str] = Counter()
     there: set[str] = set()
