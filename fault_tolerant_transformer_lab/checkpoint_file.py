@@ -252,12 +252,22 @@ def _fold_bytes(update: Callable[[bytes], Any], tag: bytes, data: bytes) -> None
     update(tag + struct.pack("<Q", len(data)) + data)
 
 
+_FOLD_BYTES = 1 << 16  # digested at once: a call for each value would cost more than the digest
+
+
 def _digest_of_state(step: int, tokens_seen: int | None, tree: Any) -> str:
     """Digest a tree whose tensors are `TensorEntry`s."""
     hasher = blake3()
-    parts: list[bytes] = [b"fttl state 1"]
-    _fold(parts.append, {"step": step, "tokens_seen": tokens_seen, "tree": tree})
-    hasher.update(b"".join(parts))
+    waiting = bytearray(b"fttl state 1")
+
+    def _update(data: bytes) -> None:
+        waiting.extend(data)
+        if len(waiting) >= _FOLD_BYTES:
+            hasher.update(waiting)
+            waiting.clear()
+
+    _fold(_update, {"step": step, "tokens_seen": tokens_seen, "tree": tree})
+    hasher.update(waiting)
     return hasher.hexdigest()
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-035
@@ -399,9 +409,8 @@ _DIGEST_AT = 8 + len(_FRONT)
 _NO_DIGEST = "0" * 64
 
 
-def _json(value: Any) -> str:
-    """Write JSON without spaces, in ASCII, finite numbers only, keys in the given order."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+# Without spaces, in ASCII, finite numbers only, keys in the given order.
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _file_digest(header: bytes | bytearray) -> str:
@@ -414,17 +423,20 @@ def _file_digest(header: bytes | bytearray) -> str:
 # %% ../nbs/04_checkpoint_file.ipynb #cell-049
 def _write_header(document: dict[str, Any], slots: list[Slot]) -> bytearray:
     """Write length, JSON and padding; the file's digest, at its fixed place, goes in last."""
-    entries: dict[str, Any] = {"__metadata__": {"fttl": _json({"file_digest": _NO_DIGEST, **document}), "format": "pt"}}
+    metadata = {"fttl": _json({"file_digest": _NO_DIGEST, **document}), "format": "pt"}
+    header = bytearray(8) + f'{{"__metadata__":{_json(metadata)}'.encode("ascii")
     for slot in slots:
-        entries[slot.name] = {"dtype": _DTYPE_NAMES[slot.dtype], "shape": slot.shape,
-                              "data_offsets": [slot.begin, slot.begin + slot.n_bytes]}
-    text = _json(entries).encode("ascii")
-    n_bytes = -(-(8 + len(text)) // PAGE) * PAGE
-    n_values = sum(map(text.count, (b",", b":", b"[", b"{")))
+        entry = {"dtype": _DTYPE_NAMES[slot.dtype], "shape": slot.shape,
+                 "data_offsets": [slot.begin, slot.begin + slot.n_bytes]}
+        header += f",{_json(slot.name)}:{_json(entry)}".encode("ascii")  # one after another: there may be 100,000
+    header += b"}"
+    n_bytes = -(-len(header) // PAGE) * PAGE
+    n_values = sum(map(header.count, (b",", b":", b"[", b"{")))
     if n_bytes > MAX_HEADER_BYTES or n_values > MAX_HEADER_VALUES:
         raise ContractError(f"the header takes {n_bytes} bytes and {n_values} values, readers allow {MAX_HEADER_BYTES} "
                             f"and {MAX_HEADER_VALUES}: put long plain values into tensors, or hold fewer tensors")
-    header = bytearray(struct.pack("<Q", n_bytes - 8) + text.ljust(n_bytes - 8))
+    header += b" " * (n_bytes - len(header))
+    struct.pack_into("<Q", header, 0, n_bytes - 8)
     header[_DIGEST_AT:_DIGEST_AT + 64] = _file_digest(header).encode()
     return header
 
