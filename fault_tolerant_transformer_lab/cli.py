@@ -1479,6 +1479,8 @@ def can_be_written(
     "Find out first whether a file can be made there. Raises `UsageError` where not."
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # such as /dev/null, or a link to a terminal
+        raise UsageError(f"{flag}: expected a file or a new name, got {path}, which is neither and would be replaced")
     takes_files(flag, path.parent)
 
 # %% ../nbs/10_cli.ipynb #cell-132

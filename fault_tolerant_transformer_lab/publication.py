@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['place_of', 'PublicationError', 'Operation', 'Seam', 'OpenFileCalls', 'Disk', 'ForwardingDisk', 'Recorded',
            'RecordingDisk', 'write_fully', 'fill', 'publish', 'resolve_path', 'make_directories', 'write_atomically',
-           'Generation', 'generation_name', 'step_of', 'Generations', 'NoCheckpointError', 'Restored', 'restore_newest',
-           'to_delete', 'set_aside', 'CheckpointLockedError', 'WriterLock', 'Published', 'Pending', 'CheckpointStore']
+           'refuse_special_file', 'Generation', 'generation_name', 'step_of', 'Generations', 'NoCheckpointError',
+           'Restored', 'restore_newest', 'to_delete', 'set_aside', 'CheckpointLockedError', 'WriterLock', 'Published',
+           'Pending', 'CheckpointStore']
 
 # %% ../nbs/05_publication.ipynb #cell-003
 import atexit
@@ -604,12 +605,24 @@ def write_atomically(
     _require_platform()
     disk, path = disk or Disk(), Path(path)
     _require_no_nul(path)
+    refuse_special_file(path)
     there = path.parent.is_dir() or not parents
     parent = resolve_path(path.parent) if there else make_directories(path.parent, disk)
     with _directory(disk, parent) as directory:
         _remove_abandoned(disk, directory, path.name)
         temporary = f".{path.name}.{secrets.token_hex(4)}.tmp"
         publish(disk, directory, temporary, path.name, [(0, memoryview(data))])
+
+
+def refuse_special_file(
+    path: Path,  # a name under which a file shall be put
+) -> None:
+    "Raises `CheckpointError` for a device, a FIFO or a socket: a rename would replace it, `/dev/null` too."
+    with suppress(OSError):  # nothing is there, or what is wrong with it is said by whoever opens it
+        mode = path.lstat().st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            raise CheckpointError(f"{place_of(path)} is a device, a FIFO or a socket, and putting a file there would "
+                                  "replace it: nothing was done; name a file")
 
 
 def _remove_abandoned(disk: Disk, directory: int, name: str) -> None:

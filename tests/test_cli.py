@@ -863,6 +863,8 @@ REFUSALS = [
     (["compare-tuning", "--config", "{smoke}"], ["--output"]),
     (["compare-tuning", "--config", "{smoke}", "--output", "nowhere/F"], ["--output", "nowhere"]),
     (["compare-tuning", "--config", "{smoke}", "--output", "folder"], ["--output", "folder"]),
+    (["compare-tuning", "--config", "{smoke}", "--output", "/dev/stdout"], ["--output", "/dev/stdout"]),
+    (["crashtest", "--output", "/dev/full"], ["--output", "/dev/full"]),
     (["compare-tuning", "--config", "{smoke}", "--output", "F", "--rank", "0"], ["--rank", "0"]),
     (["compare-tuning", "--config", "{smoke}", "--output", "F", "--rank", "33"], ["rank: expected at most 32"]),
     (["compare-tuning", "--config", "{smoke}", "--output", "F", "--alpha", "0"], ["alpha", "0"]),

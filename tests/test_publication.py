@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -1606,3 +1607,14 @@ def test_a_directory_in_a_files_place_is_named_and_to_be_removed(directory, tmp_
     (tmp_path / "result.json").mkdir()
     with pytest.raises(PublicationError, match=r"/result\.json: EISDIR.*remove it"):
         write_atomically(tmp_path / "result.json", b"{}")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: socket.socket(socket.AF_UNIX).bind(path)],
+                         ids=["FIFO", "socket"])
+def test_a_special_file_is_not_replaced(tmp_path, monkeypatch, make):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    make("special")
+    mode = os.lstat("special").st_mode
+    with pytest.raises(CheckpointError, match="special is a device, a FIFO or a socket"):
+        write_atomically(tmp_path / "special", b"{}")
+    assert os.lstat("special").st_mode == mode and os.listdir(tmp_path) == ["special"]
