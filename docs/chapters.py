@@ -27,6 +27,7 @@ PARTS = (
     ("What it costs", range(12, 100)),
 )
 # Pages of the site that come from files of the repository's root.
+HOWTO = ("howto_plain_loop", "howto_pytest", "howto_preemptible", "howto_other_tools", "howto_diagnose")  # then any other
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 
 _TAGS = {"export": "exported", "exports": "exported", "exporti": "exported", "slow": "slow"}
@@ -221,6 +222,7 @@ def _contents() -> Iterator[str]:
         if paths:
             yield toctree(name, [f"{numbered_title(path)} <{path.stem}>" for path in paths])
     howto = [path for path in other_notebooks() if path.stem.startswith("howto_")]
+    howto.sort(key=lambda path: [*HOWTO, path.stem].index(path.stem))
     if howto:
         short = {path.stem: title_of(path).removeprefix("How to ") for path in howto}
         yield toctree("How to", [f"{title[:1].upper()}{title[1:]} <{stem}>" for stem, title in short.items()])
