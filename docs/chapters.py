@@ -26,8 +26,9 @@ PARTS = (
     ("Many processes", range(11, 12)),
     ("What it costs", range(12, 100)),
 )
+# How-to pages in a reader's order; any other comes after them.
+HOWTO = ("howto_plain_loop", "howto_pytest", "howto_preemptible", "howto_other_tools", "howto_diagnose")
 # Pages of the site that come from files of the repository's root.
-HOWTO = ("howto_plain_loop", "howto_pytest", "howto_preemptible", "howto_other_tools", "howto_diagnose")  # then any other
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 
 _TAGS = {"export": "exported", "exports": "exported", "exporti": "exported", "slow": "slow"}
