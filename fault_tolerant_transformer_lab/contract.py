@@ -952,13 +952,19 @@ def _torch_class(participant: Any) -> str:
     return type(participant).__name__ + (f" of {' and '.join(inner)}" if inner else "")
 
 
-def _make_up(participants: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    "What a state dict does not tell of its owner: its class, and the number of each parameter that a module names."
+def _paths_of_parameters(participants: Mapping[str, Any]) -> dict[int, list[str]]:
+    "What the modules that take part call each parameter, by its id."
     paths: dict[int, list[str]] = {}
     for name, part in participants.items():
         if isinstance(part, torch.nn.Module):
             for key, parameter in _unwrapped(part).named_parameters(remove_duplicate=False):
                 paths.setdefault(id(parameter), []).append(format_path((name, key)))
+    return paths
+
+
+def _make_up(participants: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    "What a state dict does not tell of its owner: its class, and the number of each parameter that a module names."
+    paths = _paths_of_parameters(participants)
     others = {name: part for name, part in participants.items() if not isinstance(part, torch.nn.Module)}
     found: dict[str, dict[str, Any]] = {name: {"class": kind} for name, part in others.items()
                                         if (kind := _torch_class(part))}
@@ -976,14 +982,14 @@ def _other_class(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 
 def _other_numbers(
-    name: str, here: Mapping[str, Any], saved: Mapping[str, Any], modules: Iterable[str] = ()
+    name: str, here: Mapping[str, Any], saved: Mapping[str, Any], there_are: Iterable[str] = ()
 ) -> list[Drift]:
-    "Parameters that both sides know under other numbers, and numbers under which the two know other parameters."
+    "Parameters under another number, and numbers of another parameter than one that is here too, among `there_are`."
     numbers, there = here.get("parameters", {}), saved.get("parameters")
     there = there if isinstance(there, dict) else {}
     moved = [Drift(f"{name}.parameters.{path}", f"number {there[path]}", f"number {number}")
              for path, number in numbers.items() if there.get(path, number) != number]
-    known = {path: number for path, number in there.items() if path.split(".")[0] in modules}
+    known = {path: there[path] for path in there_are if path in there}
     kept = {there[path] for path in numbers if path in there} | {numbers[path] for path in there if path in numbers}
     first_here, first_there = ({number: path for path, number in reversed(side.items())} for side in (numbers, known))
     return moved + [Drift(f"{name}.parameters[{number}]", path, first_here[number])
@@ -1837,12 +1843,12 @@ def _check(
     parts = {name: _unwrapped(contract.participants[name]) for name in names}
     same_torch = saved.environment.get("decides", {}).get("torch") == torch.__version__
     makings = _make_up(contract.participants), _noted_make_up(saved)
-    modules = [name for name, part in contract.participants.items() if isinstance(part, torch.nn.Module)]
+    there_are = [path for paths in _paths_of_parameters(contract.participants).values() for path in paths]
     found = list[Drift]()
     for name, part in parts.items():
         now, noted = (making.get(name, {}) for making in makings)
         changes = _other_class(name, now, noted) + _differences(name, part, saved.tree[name], same_torch)
-        found += changes or _other_numbers(name, now, noted, modules)
+        found += changes or _other_numbers(name, now, noted, there_are)
     _require_same_state(found)
     live = {name: part.state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     there = {name: saved.tree[name] for name in live}

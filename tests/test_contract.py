@@ -448,6 +448,90 @@ def test_a_module_whose_parameters_overlap_takes_only_what_agrees(kind):
     Contract(model=Overlapping("apart")).restore(freeze(Contract(model=Overlapping("apart cloned")).capture(step=0)))
 
 
+def flattened(tensors):
+    "One memory for tensors that had each their own, and the parts of it, as a flattening optimizer makes them."
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return flat, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class EveryOtherColumn(nn.Module):
+    "Two parameters in one memory that overlap nowhere, though each reaches over the other."
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(4, 8)
+        self.first, self.second = (nn.Parameter(memory[:, begin::2]) for begin in (0, 1))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first.t()) @ self.second.t()
+
+
+def in_good_order(kind):
+    "A model, a contract and a step; memory is shared, or a weight is computed, as sound runs do it."
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    more = {}
+    if kind == "every other column":
+        model = EveryOtherColumn()
+    elif kind == "tied weights":
+        model.append(nn.Linear(4, 4, bias=False))
+        model[3].weight = model[0].weight
+    elif kind == "weights computed":
+        nn.utils.parametrizations.weight_norm(model[0])
+        nn.utils.parametrizations.spectral_norm(model[2])
+    parameters = list(model.parameters())
+    if kind in ("one flat memory", "an optimizer of one flat parameter"):
+        flat, parts = flattened(parameters)
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part
+        if kind == "an optimizer of one flat parameter":
+            whole = nn.Parameter(flat)
+            whole.grad, gradients = flattened([torch.zeros_like(part) for part in parts])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            parameters = [whole]
+    elif kind == "an optimizer of some":
+        parameters = list(model[2].parameters())
+    elif kind == "an average with the model's buffers":
+        average = more["average"] = torch.optim.swa_utils.AveragedModel(model)
+        average.module[1]._buffers.update(model[1]._buffers)
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.arange(12.0).reshape(3, 4)).square().mean().backward()
+        optimizer.step()
+        if kind == "moments in one memory":
+            moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            for moment, part in zip(moments, flattened(moments)[1], strict=True):
+                moment.set_(part)
+        if more:
+            more["average"].update_parameters(model)
+
+    return model, Contract(model=model, optimizer=optimizer, **more), step
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("kind", [
+    "every other column", "tied weights", "weights computed", "one flat memory", "moments in one memory",
+    "an optimizer of one flat parameter", "an optimizer of some", "an average with the model's buffers"])
+def test_what_a_sound_run_shares_or_computes_is_restored_where_it_lies(kind, used):
+    direct, here = in_good_order(kind), in_good_order(kind)
+    for _ in range(3):
+        direct[2]()
+    saved = freeze(direct[1].capture(step=3))
+    if used:
+        here[2]()
+    assert bits(here[1]) != bits(direct[1])
+    memory = [parameter.data_ptr() for parameter in here[0].parameters()]
+    here[1].restore(saved)
+    assert [parameter.data_ptr() for parameter in here[0].parameters()] == memory
+    if kind == "an average with the model's buffers":
+        assert here[1].participants["average"].module[1].running_mean is here[0][1].running_mean
+    direct[2](), here[2]()
+    assert bits(here[1]) == bits(direct[1])
+
+
 @pytest.mark.parametrize("here", [torch.zeros(0, 5), torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(3)])
 def test_an_empty_tensor_comes_back_with_its_dtype_and_shape(here):
     saved = freeze(Contract(a=PlainState(SimpleNamespace(x=torch.zeros(0, 2, dtype=torch.int64)))).capture(step=0))
@@ -1125,15 +1209,20 @@ def test_the_moments_of_another_layer_of_the_same_shape_are_refused(one_module, 
     assert bits(here) == before and len(refused.value.fields) == (4 if two_optimizers else 2)
 
 
-def test_moments_go_to_a_module_of_another_name_where_only_they_are_taken_over():
+@pytest.mark.parametrize("inside", [False, True])
+def test_moments_go_to_a_layer_of_another_name_where_only_they_are_taken_over(inside):
     def run(name):
         layer = nn.Linear(3, 3)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         layer(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        return Contract(**{name: layer}, optimizer=optimizer)
+        return Contract(**{"model": nn.ModuleDict({name: layer})} if inside else {name: layer}, optimizer=optimizer)
 
-    run("other").restore(freeze(run("layer").capture(step=1)), only="optimizer")
+    direct, here = run("layer"), run("other")
+    here.restore(freeze(direct.capture(step=1)), only="optimizer")
+    moments = [[raw(state["momentum_buffer"]) for state in contract.participants["optimizer"].state.values()]
+               for contract in (direct, here)]
+    assert moments[0] == moments[1]
 
 
 @pytest.mark.parametrize("key, value", [("base_lrs", 5), ("base_lrs", "x"), ("_schedulers", [1]), ("_schedulers", 3)])
@@ -2144,6 +2233,55 @@ def test_cuda_facts_are_absent_on_the_cpu_and_can_be_collected():
     facts = chapter._cuda_facts()
     assert {"cuda", "cudnn", "cudnn_deterministic", "cuda_fp32"} <= facts.keys()
     json.dumps(facts)
+
+
+@pytest.mark.parametrize(("change", "fact"), [
+    (lambda patch: patch.setattr(torch.backends.cudnn, "deterministic", True), "cudnn_deterministic"),
+    (lambda patch: patch.setattr(torch.backends.cudnn, "benchmark", True), "cudnn_benchmark"),
+    (lambda patch: patch.setattr(torch.backends.cudnn, "enabled", False), "cudnn_enabled"),
+    (lambda patch: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+     "cuda_reduced_precision"),
+    (lambda patch: torch.backends.cuda.enable_cudnn_sdp(False), "cudnn_sdp"),
+    (lambda patch: torch.set_float32_matmul_precision("high"), "cuda_fp32"),
+    (lambda patch: patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8"), "CUBLAS_WORKSPACE_CONFIG"),
+    (lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "0"), "NVIDIA_TF32_OVERRIDE"),
+    (lambda patch: patch.setattr(torch.cuda, "device_count", lambda: 7), "cuda_devices"),
+])
+def test_each_switch_of_cuda_is_a_fact_where_cuda_is_used(change, fact, monkeypatch):
+    "Without a GPU: the switches are there, the device is made up."
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    monkeypatch.setattr(chapter, "_lasting_tensors", lambda participant: [participant])
+    monkeypatch.delenv(fact, raising=False)
+    here, other, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
+    assert environment_identity([cpu, here])["decides"]["devices"] == "cuda: GPU (sm_90)"
+    assert environment_identity([other])["decides"]["devices"] == "cuda: GPU (sm_91)"
+    try:
+        changed = changed_facts(lambda: change(monkeypatch), here)
+        assert fact in changed and changed <= {fact, "onednn", "float32_matmul_precision", "cudnn_fp32"}
+        assert fact not in environment_identity([cpu])["decides"]  # of no account there
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_the_generator_of_each_cuda_device_is_saved_and_set(monkeypatch):
+    "Two devices made up, and asked for as torch asks."
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [each.get_state() for each in generators])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device].set_state(state))
+    contract = Contract(rng=RandomGenerators())
+    saved = freeze(contract.capture(step=0))
+    expected = list(map(numbers, generators))
+    for in_use in (True, False):  # or not yet: a new process restores before its first kernel
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+        contract.restore(saved)
+        assert list(map(numbers, generators)) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    contract.restore(saved)
+    assert numbers(generators[0]) == expected[0] and numbers(generators[1]) != expected[1]
 
 
 def test_the_environment_is_refused_accepted_and_recorded():

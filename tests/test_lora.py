@@ -828,6 +828,21 @@ def test_the_arms_begin_alike_and_part_at_the_second_step():
         assert arm.tensor_bytes == sum(arm.state_bytes.values()) == plain["arms"][arm is lora and "lora" or "full"][
             "tensor_bytes"] and arm.seconds > 0
     assert plain["lora_to_full"]["tensor_bytes"] == lora.tensor_bytes / full.tensor_bytes
+    for name, arm in comparison.arms.items():
+        there = plain["arms"][name]
+        assert (there["initial_loss"], there["final_loss"]) == (arm.losses[0], arm.losses[5]) and there["seconds"] > 0
+
+
+def test_the_arms_have_the_same_settings_of_the_optimizer_at_every_step():
+    full, lora = TuningRun(TINY, None), TuningRun(TINY, LoraConfig())
+    rates = []
+    for _ in range(6):
+        settings = [[{name: value for name, value in group.items() if name != "params"}
+                     for group in run.optimizer.param_groups] for run in (full, lora)]
+        assert settings[0] == settings[1]
+        rates.append(settings[0][0]["lr"])
+        full.advance(), lora.advance()
+    assert settings[0][0]["weight_decay"] == 0.1 and len(set(rates)) > 3  # the schedule moves
 
 
 @pytest.mark.parametrize("part", ["base", "batches"])

@@ -254,6 +254,21 @@ def test_the_runs_bits_do_not_depend_on_the_generators_it_finds(tmp_path):
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_determinism_sets_the_switches_of_cudnn_and_cublas(monkeypatch, workspace):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    else:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = switches()
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (workspace or ":4096:8")
+    assert switches() == before
+
+
 def test_nested_determinism_puts_back_each_level():
     outside = switches()
     with deterministic(threads=1):
