@@ -18,6 +18,7 @@ import mmap
 import os
 import platform
 import random
+import re
 import resource
 import select
 import shutil
@@ -79,6 +80,11 @@ class ChildEnd:
         if self.signal or self.status:
             raise RuntimeError(f"the child ended by signal {self.signal}, status {self.status}: {self.said}")
         return json.loads(self.said)
+
+    @property
+    def cause(self) -> str:
+        "What a child died of: the last line of its traceback, or its signal."
+        return (self.said.strip().splitlines() or [f"signal {self.signal}"])[-1]
 
 # %% ../nbs/08_crashes.ipynb #cell-024
 def start_child(
@@ -598,6 +604,7 @@ def missing_in(
 
 # %% ../nbs/08_crashes.ipynb #cell-091
 HEARINGS = ("the result", "the next save", "the exit")  # where a run is told of a save in the background
+AT_ONCE = "the call itself"  # where it is told of a save that it waits for, and of what a save does before it goes on
 _OPENED_AGAIN = "the store is opened again"  # stands among the operations of a `FailingDisk`
 
 
@@ -612,7 +619,7 @@ class Sufferer:
     ) -> None:
         self.store, self.disk, self.way, self.run = store, disk, way, way.run()
         self.stack, self.writer = ExitStack(), CheckpointStore(store, keep_last=2, disk=disk)
-        self.opened = False
+        self.opened, self.asking = False, AT_ONCE  # asking: where whatever is raised now is told
 
     def _open(self) -> None:
         if self.disk.seen:
@@ -628,6 +635,7 @@ class Sufferer:
         hearing: str,  # one of `HEARINGS`
     ) -> int:  # how many checkpoints are safe now that were not before
         "Save the next step, and the one after it where that is where a failure is told. Raises what went wrong."
+        self.asking = AT_ONCE
         if not self.opened:
             self._open()
         if self.run.progress.step < last:
@@ -635,11 +643,13 @@ class Sufferer:
         begun, n_saves = self.way.save(self.writer, self.run.contract), 1
         if hearing == "the next save" and self.run.progress.step < last:
             self.run.advance()
+            self.asking = HEARINGS[1]
             begun, n_saves = self.way.save(self.writer, self.run.contract), 2
         if hearing == "the exit":
-            self.opened = False
+            self.opened, self.asking = False, HEARINGS[2]
             self.stack.close()
         elif isinstance(begun, Pending):
+            self.asking = HEARINGS[0]
             begun.result()
         return n_saves
 
@@ -650,6 +660,7 @@ def fail_once(
     disk: FailingDisk,  # fails one operation
     way: Way = WAITING,  # how the run saves
     hearing: str = HEARINGS[0],  # where it asks how a save ended
+    heard: Counter[str] | None = None,  # counts where it is told; changed in place
 ) -> list[str]:  # broken promises
     "Let one operation fail, look as a reader, and let the same process go on to the next save."
     told: Exception | None = None
@@ -665,6 +676,8 @@ def fail_once(
             except Exception as error:  # `untold` says whether it is one of ours
                 if told is not None:
                     wrong.append(f"the next save fails as well: {error}")
+                if told is None and heard is not None:
+                    heard[sufferer.asking] += 1
                 told, published = told or error, getattr(error, "published", None)
                 safe = published.step if published else safe
                 wrong += [f"{name} is left after the error" for name in temporaries_in(store)]
@@ -675,7 +688,7 @@ def fail_once(
         except Exception as error:  # everything has been told by now
             wrong.append(f"the store cannot be closed: {error}")
     failed_at = disk.seen[disk.k]
-    if disk.code != "EINTR" and failed_at[0] in _NEVER_AGAIN and _tried_again(disk):
+    if failed_at[0] in _NEVER_AGAIN and _tried_again(disk):
         wrong.append(f"{failed_at[0]} was tried again")
     return wrong + untold(told, failed_at, disk.code)
 
@@ -703,11 +716,10 @@ def fail_everywhere(
                 continue
             shutil.copytree(rehearsal.template, work / "failed")
             store, hearing = work / "failed" / "checkpoints", hearings[(k + i) % len(hearings)]
-            wrong = fail_once(store, before, FailingDisk(k, code), way, hearing)
+            wrong = fail_once(store, before, FailingDisk(k, code), way, hearing, heard)
             wrong += gone_on(store, before + 2, rehearsal.final, way)
             shutil.rmtree(work / "failed")
-            tried.add(wrong, f"{code} at {record}, told by {hearing}")
-            heard[hearing] += 1
+            tried.add(wrong, f"{code} at {record}, asked at {hearing}")
     tried.detail = {"operations": len(rehearsal.records), "errnos": len(ERRNOS), "direct": rehearsal.direct,
                     "told by": dict(heard)}
     return tried
@@ -1606,7 +1618,9 @@ def operations_of_a_save(
     train(_FEW, folder, disk=counting, progress_bar=False)
     first, after = (next(k for k, (name, path) in enumerate(counting.seen)
                          if name == "create" and f"{step:08d}" in path.name) for step in (_FAILS, _FAILS + 2))
-    return range(first - 2, after - 2)  # before it creates a file, a save lists names and asks for free room
+    if (begins := [name for name, _ in counting.seen[first - 2:first]]) != ["list_names", "free_bytes"]:
+        raise RuntimeError(f"expected that a save begins with list_names and free_bytes, got {begins}")
+    return range(first - 2, after - 2)
 
 # %% ../nbs/08_crashes.ipynb #cell-237
 def fail_in_a_run(
@@ -1633,6 +1647,8 @@ def fail_in_a_run(
         wrong += [f"the notes do not tell {fact}" for fact in missing_in(notes, failed_at, disk.code)]
         if config.on_save_error == "stop":
             wrong.append("the run goes on, and was to stop")
+    if failed_at[0] in _NEVER_AGAIN and _tried_again(disk):
+        wrong.append(f"{failed_at[0]} was tried again")
     return wrong + broken_by_kills(folder, reference)
 
 # %% ../nbs/08_crashes.ipynb #cell-241
@@ -1651,8 +1667,10 @@ def fail_in_training(
 
         with deterministic(threads=1):
             one = partial(fail_in_a_run, work / "run", FailingStore(k, code), config, reference)
-            wrong = in_child(one).value()
-        shutil.rmtree(work / "run")
+            ended = in_child(one)
+        shutil.rmtree(work / "run", ignore_errors=True)
+        fallen = ended.signal or ended.status  # by an error that is none of ours
+        wrong = [f"the run falls over: {ended.cause}"] if fallen else ended.value()
         tried.add(wrong, f"{mode}, {answer}, {code} at operation {k}")
         answers[f"{mode}, {answer}"] += 1
     tried.detail = {"operations": len(places), "answers": dict(answers)}
@@ -2970,7 +2988,7 @@ class Report:
     left_out: list[str] = field(default_factory=list)  # campaigns that nobody asked for
     about: dict[str, str] = field(default_factory=dict)  # versions, and how many cores
     campaigns: list[str] = field(default_factory=list)  # those that ran
-    source: dict[str, str] = field(default_factory=dict)  # digests of the modules that were tried, see `source_digests`
+    source: dict[str, str] = field(default_factory=dict)  # digests of the modules that took part, see `source_digests`
 
     @classmethod
     def from_plain(
@@ -3073,8 +3091,12 @@ def _states_rows(work: Path, scale: Scale, n_workers: int, bar: bool) -> list[Tr
         with as_if_large() if disk_type in (NotingDisk, CachedDisk) else nullcontext():
             recording = record_saves(_made(place / "recorded"), before=3, saves=2, disk=disk, way=way,
                                      n_blocks=n_blocks if i else scale.n_blocks)
+            if isinstance(disk, NotingDisk) and not disk.direct:
+                rows.append(Tried(name, not_run="this file system writes nothing past the page cache"))
+                continue
             rows.append(judge_states(recording, distinct_states(recording), place, n_workers, bar))
         rows[-1].fault = name
+        rows[-1].detail["direct"] = getattr(disk, "direct", False)
     return rows
 
 
@@ -3108,7 +3130,8 @@ def _campaigns(
     yield "errnos-0", lambda path: fail_everywhere(path, 0, scale.codes)
     yield "kills-3", lambda path: _kills_rows(path, [(3, WAITING), (2, large)])
     yield "errnos-3", lambda path: _errnos_rows(path, scale)
-    yield "kills-background", lambda path: _kills_rows(path, [(3, Way("async")), (3, Way("overlapped"))])
+    behind = [(3, Way("async")), (3, Way("overlapped")), (2, Way("overlapped", LARGE))]
+    yield "kills-background", lambda path: _kills_rows(path, behind)
     yield "real faults", fail_really
     yield "states", lambda path: _states_rows(path, scale, n_workers, bar)
     yield "power", lambda path: _power_rows(path, scale)
@@ -3137,11 +3160,18 @@ def _compare(report: Report, work: Path, repeats: int, wanted: set[str]) -> None
         report.peer_flips = peer_flips(_made(work / "flips"))
 
 # %% ../nbs/08_crashes.ipynb #cell-413
+_IMPORTS = re.compile(rf"^ *from (?:{CheckpointStore.__module__.rpartition('.')[0]})?\.(\w+) import", re.MULTILINE)
+
+
 def source_digests() -> dict[str, str]:  # by file name
-    "Digests of what a report speaks for: the module that tries, and the one that is tried."
-    publication = Path(sys.modules[CheckpointStore.__module__].__file__ or "")
-    files = (publication.with_name("crashes.py"), publication)
-    return {path.name: blake3(path.read_bytes()).hexdigest()[:16] for path in files}
+    "Digests of what a report speaks for: the module that tries, and whatever of this package that needs."
+    package, digests, waiting = Path(sys.modules[CheckpointStore.__module__].__file__ or "").parent, {}, ["crashes"]
+    while waiting:
+        path = package / f"{waiting.pop()}.py"
+        if path.name not in digests:
+            digests[path.name] = blake3(path.read_bytes()).hexdigest()[:16]
+            waiting += _IMPORTS.findall(path.read_text(encoding="utf-8"))
+    return dict(sorted(digests.items()))
 
 # %% ../nbs/08_crashes.ipynb #cell-416
 def outdated(
@@ -3154,6 +3184,8 @@ def outdated(
     if missing := sorted(set(MUTANTS) - {caught.mutant for caught in report.mutants}):
         wrong.append(f"mutants not tried: {', '.join(missing)}")
     rows = {row.fault.partition(" (")[0]: row for row in report.rows}
+    if missing := [name for name in STATES_OF if name not in rows]:
+        wrong.append(f"not known to have been enumerated: {', '.join(missing)}")
     killed = rows.get(KILLED_RUNS, Tried(""))
     if set(killed.detail.get("modes", ())) != set(MODES) or killed.tried < SCALES[report.scale].kills:
         ways = ", ".join(killed.detail.get("modes", ())) or "in one way"
@@ -3221,6 +3253,7 @@ def working_folder(
 # %% ../nbs/08_crashes.ipynb #cell-424
 _SMALL_ROOM = 128 << 20  # bytes that campaigns without images take at most: a few files of 8 MiB
 _IMAGES = ("power", "peers")  # these put file systems into the folder
+_MEMORY = Path("/dev/shm")
 
 
 class NoRoomError(OSError):
@@ -3236,7 +3269,7 @@ def _about() -> dict[str, str]:
 
 
 def roomy(
-    memory: Path = Path("/dev/shm"),  # where a file system in memory is looked for
+    memory: Path = _MEMORY,  # where a file system in memory is looked for
 ) -> Path | None:  # None: the folder for temporary files
     "Where there is room to work: in memory if it has enough of it, which a container's often has not."
     if os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free >= WORKING_ROOM:
@@ -3251,8 +3284,9 @@ def place_to_work(
     "Where to work. Raises `ValueError` for a folder that cannot be written, `NoRoomError` for one without room."
     if directory is not None and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
         raise ValueError(f"directory: expected a folder that is there and can be written, got {directory}")
+    for base in [directory] if directory is not None else [_MEMORY, Path(tempfile.gettempdir())]:
+        remove_stale(base)  # else what a killed campaign left in memory may be why there is no room in it
     place = directory or roomy() or Path(tempfile.gettempdir())
-    remove_stale(place)  # their room is wanted, too
     images = sorted(set(_IMAGES).intersection(wanted)) if directory is not None else []
     need, free = WORKING_ROOM if images else _SMALL_ROOM, shutil.disk_usage(place).free
     if free < need:

@@ -533,7 +533,7 @@ def from_strace(text, root):
         elif call == "fsync":
             name = "sync_directory" if Path(paths[0]).is_dir() else "fsync"
             found.append((name, relative(paths[0]), None, None, None))
-        elif call in ("rename", "renameat", "renameat2"):
+        elif call in ("renameat", "renameat2"):
             old, new = (relative(Path(p) / n) for p, n in zip(paths, names, strict=False))
             found.append(("replace", old, new, None, None))
         elif call in ("unlinkat", "mkdirat"):

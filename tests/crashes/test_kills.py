@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fault_tolerant_transformer_lab import publication, training
+from fault_tolerant_transformer_lab import crashes, publication, training
 from fault_tolerant_transformer_lab.crashes import (
+    AT_ONCE,
     ERRNOS,
     HEARINGS,
     LARGE,
@@ -38,13 +39,14 @@ from fault_tolerant_transformer_lab.crashes import (
     untold,
     violations,
 )
-from fault_tolerant_transformer_lab.publication import CheckpointStore, Operation, PublicationError, RecordingDisk
+from fault_tolerant_transformer_lab.publication import CheckpointStore, Disk, Operation, PublicationError, RecordingDisk
+from fault_tolerant_transformer_lab.training import train
 
 
 @pytest.mark.parametrize(("before", "way"), [
     (0, Way()), (3, Way()), (3, Way("overlapped")), (2, Way(n_bytes=LARGE)),
-    pytest.param(3, Way("async"), marks=pytest.mark.long)],
-    ids=["first save", "save with retention", "overlapped", "large", "in the background"])
+    (2, Way("overlapped", LARGE)), pytest.param(3, Way("async"), marks=pytest.mark.long)],
+    ids=["first save", "save with retention", "overlapped", "large", "large, overlapped", "in the background"])
 def test_killed_at_every_operation_the_run_goes_on_as_the_same_run(memory_dir, before, way):
     tried = kill_everywhere(memory_dir, before, way)
     assert tried.lost == 0, tried.examples
@@ -95,7 +97,7 @@ def test_every_errno_of_a_save_in_the_background_or_of_a_large_file_is_told_wher
     tried = fail_everywhere(memory_dir, before, codes, way)
     assert tried.lost == 0, tried.examples
     assert tried.tried >= len(codes) * 15 and (tried.detail["direct"] or not way.n_bytes)
-    assert set(tried.detail["told by"]) == set(HEARINGS if way.mode != "sync" else HEARINGS[:1])
+    assert set(tried.detail["told by"]) == {AT_ONCE, *(HEARINGS if way.mode != "sync" else ())}
 
 
 @pytest.mark.parametrize("hearing", HEARINGS)
@@ -119,6 +121,39 @@ def test_a_training_run_stops_or_goes_on_as_was_chosen_whatever_operation_of_a_s
     tried = fail_in_training(memory_dir)
     assert tried.lost == 0, tried.examples
     assert len(tried.detail["answers"]) == 6 and tried.tried == 6 * tried.detail["operations"] >= 60
+
+
+def test_a_training_run_that_falls_over_is_lost_and_ends_no_campaign(memory_dir, monkeypatch):
+    def falls_over(*anything):
+        raise IndexError("a mistake of ours")
+
+    monkeypatch.setattr(crashes, "untold", falls_over)
+    monkeypatch.setattr(crashes, "MODES", ("sync",))
+    monkeypatch.setattr(crashes, "operations_of_a_save", lambda folder: operations_of_a_save(folder)[3:5])
+    tried = fail_in_training(memory_dir)
+    assert (tried.tried, tried.lost) == (4, 2), tried.examples  # of those that stop
+    assert "the run falls over: IndexError: a mistake of ours" in tried.examples[0]
+
+
+def test_a_sync_that_is_tried_again_in_a_training_run_is_noticed(memory_dir, monkeypatch):
+    def stubborn(disk, fd):
+        try:
+            Disk.fsync(disk, fd)
+        except PublicationError:
+            Disk.fsync(disk, fd)
+
+    few = SOAK.replace(steps=8, on_save_error="continue")
+    reference = undisturbed(few, memory_dir / "reference")
+    counted = FailingStore(-1, "EIO")
+    train(few, memory_dir / "counted", disk=counted, progress_bar=False)
+    k = next(k for k, (name, path) in enumerate(counted.seen) if name == "fsync" and "00000006" in path.name)
+
+    def _tried(name):
+        return in_child(lambda: fail_in_a_run(memory_dir / name, FailingStore(k, "EIO"), few, reference)).value()
+
+    assert _tried("sound") == []
+    monkeypatch.setattr(training.RunDisk, "fsync", stubborn)
+    assert "fsync was tried again" in _tried("stubborn")
 
 
 def test_a_training_run_that_does_the_other_thing_or_says_nothing_is_noticed(memory_dir, monkeypatch):

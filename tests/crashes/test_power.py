@@ -37,7 +37,7 @@ def test_no_power_cut_loses_an_acknowledged_checkpoint(memory_dir, kind, saves, 
     if tried.not_run:
         not_run(f"{kind.name}: {tried.not_run}")
     assert tried.lost == 0, tried.examples
-    assert tried.tried >= 9 * saves  # 288 and more on four file systems, alone and with a neighbour
+    assert tried.tried >= 9 * saves + 2  # 304 and more on four file systems, alone and with a neighbour
 
 
 @pytest.mark.parametrize("kind", LARGE_FILE_SYSTEMS, ids=lambda kind: kind.name)

@@ -23,6 +23,7 @@ from fault_tolerant_transformer_lab.crashes import (
     REAL_FAULTS,
     SCALES,
     SOAK,
+    STATES_OF,
     WORKING_ROOM,
     Caught,
     NoRoomError,
@@ -103,6 +104,15 @@ def test_soak_removes_only_what_it_made(memory_dir, monkeypatch, ended):
         assert [path.name for path in place.rglob("*")] == ["notes.txt"]
 
 
+def test_a_bar_counts_the_kills_where_one_is_wanted(memory_dir, capfd):
+    few = SOAK.replace(steps=12)
+    soak(memory_dir / "quiet", kills=1, config=few, progress_bar=False)
+    assert capfd.readouterr().err == ""
+    soak(memory_dir / "shown", kills=1, config=few, progress_bar=True)
+    told = capfd.readouterr().err
+    assert "0/1" in told and "1/1" in told and "kill" in told
+
+
 def test_no_run_is_killed_more_than_ten_times(memory_dir, monkeypatch):
     "Delays of nothing: without a limit all the kills would hit one run that never gets anywhere."
     monkeypatch.setattr(crashes.random.Random, "uniform", lambda self, low, high: 0.0)
@@ -126,6 +136,14 @@ def test_memory_with_too_little_room_is_not_worked_in(memory_dir, tmp_path, monk
     monkeypatch.setattr(crashes, "with_private_mounts", lambda work: (None, "mkfs: No space left on device"))
     for tried in power_cuts(tmp_path / "power"):
         assert "64 MiB are free" in tried.not_run and "--directory" in tried.not_run
+
+
+def test_what_a_killed_campaign_left_in_memory_is_removed_before_room_is_looked_for(tmp_path, monkeypatch):
+    stale = tmp_path / "fttl-crashtest-stale"
+    stale.mkdir()
+    monkeypatch.setattr(crashes, "_MEMORY", tmp_path)
+    monkeypatch.setattr(crashes, "roomy", lambda: None if stale.exists() else tmp_path)
+    assert crashes.place_to_work(None, ["copies"]) == tmp_path and not stale.exists()
 
 
 def test_a_cgroup_whose_limit_cannot_be_written_is_removed(memory_dir, monkeypatch):
@@ -279,16 +297,18 @@ def whole_report(scale):
     report = Report(scale, campaigns=list(CAMPAIGNS), source=source_digests(), peers_beside={"CheckpointStore": {}})
     detail = {"modes": dict.fromkeys(MODES, 1), "runs": SCALES[scale].kills // LONGEST}
     report.rows = [Tried(KILLED_RUNS, SCALES[scale].kills, detail=detail),
-                   Tried("errnos of real faults", len(REAL_FAULTS))]
+                   Tried("errnos of real faults", len(REAL_FAULTS)), *map(Tried, STATES_OF)]
     report.mutants = [Caught(name, 1, "", (), {}) for name in MUTANTS]
     return report
 
 
 def test_a_report_of_other_code_or_of_a_part_is_outdated():
     assert SCALES["full"].kills >= 1000 and outdated(whole_report("full")) == outdated(whole_report("ci")) == []
-    assert set(source_digests()) == {"crashes.py", "publication.py"}
+    assert {"crashes.py", "publication.py", "checkpoint_file.py", "contract.py", "staging.py", "training.py",
+            "equivalence.py"} < set(source_digests())
     for name, value, told in [
         ("source", {**source_digests(), "publication.py": "0"}, "publication.py has changed"),
+        ("source", {**source_digests(), "staging.py": "0"}, "staging.py has changed"),
         ("source", {}, "crashes.py has changed"),
         ("campaigns", [name for name in CAMPAIGNS if name != "power"], "not known to have run: power"),
         ("mutants", [], "mutants not tried: error of close not believed"),
@@ -296,6 +316,7 @@ def test_a_report_of_other_code_or_of_a_part_is_outdated():
         ("rows", [Tried(KILLED_RUNS, 1000, detail={"runs": 4})], "1000 kills in 4 runs"),
         ("rows", [], "0 kills of runs, saving in one way"),
         ("rows", [], "not all of the 9 faults of the kernel"),
+        ("rows", [], "not known to have been enumerated: crash states after power loss"),
         ("peers_beside", {}, "no power cut of peers after a neighbour's fsync"),
     ]:
         report = whole_report("full")

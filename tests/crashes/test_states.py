@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from fault_tolerant_transformer_lab.crashes import (
     LARGE_BLOCKS,
     MUTANTS,
     PROFILES,
+    SCALES,
+    STATES_OF,
     BrokenSync,
     CachedDisk,
     Expectation,
@@ -130,7 +133,7 @@ def test_each_missing_line_is_caught(memory_dir, mutant):
         "fsync retried": "acknowledged step 5 is lost",
         "error of close not believed": "acknowledged step 5 is lost",
     }
-    assert by_hand[mutant] in caught.wrong[0]
+    assert by_hand[mutant] in caught.wrong[0] and set(by_hand) == set(MUTANTS)
 
 
 WAYS = [(Way("async"), None), (Way("overlapped"), None), (Way(), NotingDisk), (Way(), CachedDisk)]
@@ -161,17 +164,30 @@ def test_a_missing_sync_is_caught_in_each_way_too(memory_dir, monkeypatch, way, 
     assert "acknowledged step 5 is lost" in caught.wrong[0]
 
 
+def test_states_of_writes_past_the_page_cache_are_not_claimed_where_there_are_none(memory_dir, monkeypatch):
+    [name] = [name for name, (_, disk_type) in STATES_OF.items() if disk_type is NotingDisk]
+    monkeypatch.setattr(crashes, "STATES_OF", {name: STATES_OF[name]})
+    little = replace(SCALES["quick"], n_blocks=2)
+    [tried] = crashes._states_rows(memory_dir / "direct", little, 1, False)
+    assert tried.detail["direct"] and tried.tried > 20 and tried.lost == 0
+    monkeypatch.setattr(RecordingDisk, "set_direct", lambda disk, fd, on: not on)
+    [tried] = crashes._states_rows(memory_dir / "cached", little, 1, False)
+    assert (tried.fault, tried.tried, tried.not_run) == (name, 0, "this file system writes nothing past the page cache")
+
+
 def test_lengths_are_put_back_and_small_files_take_the_calls_of_large_ones(memory_dir):
-    def calls(name, n_blocks):
+    def calls(name, n_blocks, disk_type=NotingDisk):
         (memory_dir / name).mkdir()
-        disk = NotingDisk()
+        disk = disk_type()
         record_saves(memory_dir / name, before=0, saves=1, disk=disk, n_blocks=n_blocks)
         files = [record.name for record in disk.records if record.path.name.endswith(".tmp")]
-        return disk.direct, [call for call, _ in itertools.groupby(files)]
+        return getattr(disk, "direct", False), [call for call, _ in itertools.groupby(files)]
 
     with as_if_large():
-        small = calls("as if large", 4)
+        small, cached = calls("as if large", 4), calls("as if large, cached", 4, CachedDisk)
     assert small == calls("large", LARGE_BLOCKS) == (True, ["create", "write", "fsync", "close", "replace"])
+    early = ["create", "write", "start_writeback", "write", "fsync", "close", "replace"]
+    assert cached == calls("large, cached", LARGE_BLOCKS, CachedDisk) == (False, early)
     assert calls("small", 4)[0] is False
 
 
