@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from fault_tolerant_transformer_lab.config import ExperimentConfig, load_config, shipped_config
 from fault_tolerant_transformer_lab.contract import Contract, Progress
 from fault_tolerant_transformer_lab.data import StepBatches, open_data
+from fault_tolerant_transformer_lab.ledger import Ledger, StopWatch
 from fault_tolerant_transformer_lab.model import Transformer, n_parameters
 from fault_tolerant_transformer_lab.publication import Disk
 from fault_tolerant_transformer_lab.training import (
@@ -201,6 +202,9 @@ def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, flo
     """Time what the loop does in a step beside the bare loop, each alone: microseconds."""
     run = TrainingRun(config)
     run.advance()
+    one_group = torch.optim.AdamW(run.model.parameters(), lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
+    ledger, watch = Ledger(directory / "ledger.jsonl"), StopWatch()
+    ledger.open(0)
     batches, progress, row = run.batches.batch(1), Progress(), run.last
     path = directory / "metrics.jsonl"
     log = MetricsLog(path, RunDisk(Disk(), no_boundary))
@@ -211,7 +215,17 @@ def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, flo
         for group in weights:
             group["lr"] = learning_rate_at(config, 5)
 
+    def time_step() -> None:
+        with watch.step(1):
+            pass
+
     pieces: dict[str, Callable[[], Any]] = {
+        "AdamW of two groups": run.optimizer.step,
+        "AdamW of one group": one_group.step,
+        "drop gradients, as the loop does": lambda: run.model.zero_grad(set_to_none=True),
+        "drop gradients, as the optimizer does": lambda: one_group.zero_grad(set_to_none=True),
+        "count the step's time": time_step,
+        "write down the time, where a line is due": ledger.record,
         "set the learning rate": set_rate,
         "look that every module trains": lambda: all(module.training for module in run.modules),
         "digest of the batch": lambda: b"".join(batch.digest() for batch in batches),
@@ -223,9 +237,17 @@ def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, flo
     }
     found = {}
     for name, piece in pieces.items():
-        found[name] = min(timeit.repeat(piece, number=500, repeat=7)) / 500 * 1e6
+        found[name] = min(timeit.repeat(piece, number=100, repeat=35)) / 100 * 1e6
     log.close()
-    return found
+    ledger.close("finished")
+    for name, own, bare in (
+        ("decay for matrices alone: a second group", "AdamW of two groups", "AdamW of one group"),
+        ("drop gradients module by module", "drop gradients, as the loop does",
+         "drop gradients, as the optimizer does"),
+    ):
+        found[name] = found.pop(own) - found.pop(bare)
+    last = "rejected: train() in every step"
+    return {name: found[name] for name in sorted(found, key=lambda name: (name == last, -found[name]))}
 
 
 def measure_saving(arguments: argparse.Namespace, config: ExperimentConfig, directory: Path) -> dict[str, Any]:
@@ -284,6 +306,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10, 100], help="steps between saves")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default as many as torch would use")
     parser.add_argument("--batch-size", type=int, default=LARGE.batch_size, help="sequences of 128 tokens in a step")
+    parser.add_argument("--pieces", action="store_true", help="anew only what a step of the small size is spent on")
     parser.add_argument("--quick", action="store_true", help="a small model in place of the one of 10M parameters")
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default temporary")
     parser.add_argument("--output", type=Path, default=RESULTS / "training_overhead.json", help="JSON file")
@@ -297,7 +320,8 @@ def main() -> None:
                  "python": platform.python_version(), "rounds": arguments.rounds, "steps": arguments.steps,
                  "loop_rounds": arguments.loop_rounds, "quick": arguments.quick}
         del run
-        found = {
+        found = json.loads(arguments.output.read_text()) if arguments.pieces else {}
+        found |= {"pieces_us": pieces_of_a_step(SMALL, directory)} if arguments.pieces else {
             "about": about,
             "loop": {"large": measure_loop(arguments, config, max(5, arguments.steps // 4), directory),
                      "small": measure_loop(arguments, SMALL, 300, directory)},

@@ -13,6 +13,7 @@ __all__ = ['SCHEMA_VERSION', 'PAGE', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'M
 import base64
 import ctypes
 import errno
+import gc
 import json
 import math
 import mmap
@@ -22,6 +23,7 @@ import secrets
 import stat
 import struct
 import sys
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,7 +205,7 @@ DTYPES: dict[str, torch.dtype] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """What the header says about one tensor."""
 
@@ -398,8 +400,10 @@ class TensorNames:
 def _lay_out(tensors: dict[str, torch.Tensor]) -> list[Slot]:
     """Place tensors one after another, widest items first, so that each is aligned and no gap is left."""
     slots, begin = [], 0
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each kept once: many tensors are of one shape
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
-        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes))
+        shape = tuple(tensor.shape)
+        slots.append(Slot(name, tensor.dtype, shapes.setdefault(shape, shape), begin, tensor.nbytes))
         begin += slots[-1].n_bytes
     return slots
 
@@ -407,6 +411,23 @@ def _lay_out(tensors: dict[str, torch.Tensor]) -> list[Slot]:
 _FRONT = b'{"__metadata__":{"fttl":"{\\"file_digest\\":\\"'
 _DIGEST_AT = 8 + len(_FRONT)
 _NO_DIGEST = "0" * 64
+_PIECE = 1 << 16  # characters of JSON that are written at once
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Make many objects without the garbage collector's looking through all of them again and again: none is garbage.
+
+    In the main thread only: while another one is at it the process may fork, and its child would never collect again.
+    """
+    pause = gc.isenabled() and current_thread() is main_thread()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
 
 
 # Without spaces, in ASCII, finite numbers only, keys in the given order.
@@ -421,14 +442,30 @@ def _file_digest(header: bytes | bytearray) -> str:
     return hasher.hexdigest()
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-049
-def _write_header(document: dict[str, Any], slots: list[Slot]) -> bytearray:
-    """Write length, JSON and padding; the file's digest, at its fixed place, goes in last."""
-    metadata = {"fttl": _json({"file_digest": _NO_DIGEST, **document}), "format": "pt"}
-    header = bytearray(8) + f'{{"__metadata__":{_json(metadata)}'.encode("ascii")
+def _write_header(document: dict[str, Any], slots: list[Slot], mark: str = "") -> bytearray:
+    """Write length, JSON and padding, with `mark` as each tensor's digest; the file's goes to its fixed place last.
+
+    Piece by piece, for there may be 100,000 tensors: no text is as long as the header.
+    """
+    header = bytearray(8) + b'{"__metadata__":{"fttl":"'
+
+    def _put(text: str) -> None:
+        """Write JSON as a string within JSON."""
+        for begin in range(0, len(text), _PIECE):
+            header.extend(_json(text[begin:begin + _PIECE])[1:-1].encode("ascii"))
+
+    _put(_json({"file_digest": _NO_DIGEST, **document})[:-1])
+    if mark:
+        _put(',"digests":{')
+        for index, slot in enumerate(slots):
+            _put(f'{"," if index else ""}{_json(slot.name)}:"{mark}"')
+        _put("}")
+    _put("}")
+    header += b'","format":"pt"}'
     for slot in slots:
         entry = {"dtype": _DTYPE_NAMES[slot.dtype], "shape": slot.shape,
                  "data_offsets": [slot.begin, slot.begin + slot.n_bytes]}
-        header += f",{_json(slot.name)}:{_json(entry)}".encode("ascii")  # one after another: there may be 100,000
+        header += f",{_json(slot.name)}:{_json(entry)}".encode("ascii")
     header += b"}"
     n_bytes = -(-len(header) // PAGE) * PAGE
     n_values = sum(map(header.count, (b",", b":", b"[", b"{")))
@@ -656,10 +693,11 @@ class Encoding:
         _require_little_endian()
         names = TensorNames()
         self._snapshot = snapshot
-        self._plain_tree = encode_tree(dict(snapshot.tree), names)
-        self._about = _plain_about(snapshot)
-        self.tensors = names.tensors  # by name, each once
-        self.slots = _lay_out(names.tensors)
+        with _uncollected():
+            self._plain_tree = encode_tree(dict(snapshot.tree), names)
+            self._about = _plain_about(snapshot)
+            self.tensors = names.tensors  # by name, each once
+            self.slots = _lay_out(names.tensors)
         self.data_bytes = sum(slot.n_bytes for slot in self.slots)
         self._memory: memoryview | None = None
         self._manifest: Manifest | None = None
@@ -670,14 +708,14 @@ class Encoding:
         return len(self._draft[0]) + self.data_bytes
 
     @cached_property
-    def _draft(self) -> tuple[bytearray, list[int]]:
+    def _draft(self) -> tuple[bytearray, array]:
         """The header with a mark in place of each digest, and where the marks stand: what is written once."""
         mark = secrets.token_hex(32)  # no text of the state's can be equal to it
         document = {"schema_version": SCHEMA_VERSION, "step": self._snapshot.step,
                     "tokens_seen": self._snapshot.tokens_seen, **self._about, "state_digest": mark,
-                    "tree": self._plain_tree, "digests": {slot.name: mark for slot in self.slots}}
-        header = _write_header(document, self.slots)
-        return header, [found.start() for found in re.finditer(mark.encode(), header)]
+                    "tree": self._plain_tree}
+        header = _write_header(document, self.slots, mark)
+        return header, array("Q", (found.start() for found in re.finditer(mark.encode(), header)))
 
     def relocate(
         self,
@@ -708,7 +746,8 @@ class Encoding:
             pump = _Pump(self.tensors, self.slots, ring or Ring())
             yield from pump.chunks(data_start)
             done = pump.digests
-        self._manifest, header = self._finish(done)
+        with _uncollected():
+            self._manifest, header = self._finish(done)
         yield 0, memoryview(header)
 
     def _finish(self, digests: dict[str, str]) -> tuple[Manifest, bytearray]:
@@ -996,7 +1035,7 @@ def _read_entries(
     if digests.keys() != set(names):
         odd = sorted(digests.keys() ^ set(names))[0]
         raise file.corrupt(odd, "stands in the list of digests or in the list of tensors, not in both")
-    tensors = {name: _read_entry(file, name, entries[name], digests[name]) for name in names}
+    tensors = {name: _read_entry(file, name, entries.pop(name), digests.pop(name)) for name in names}
     reached = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != reached:
@@ -1048,7 +1087,12 @@ def _read_about(file: _File, document: dict[str, Any]) -> dict[str, Any]:
 # %% ../nbs/04_checkpoint_file.ipynb #cell-085
 def _read_manifest(file: _File) -> Manifest:
     """Read and check the header of an open file."""
-    header = _read_header(file)
+    with _uncollected():
+        return _parse_header(file, _read_header(file))
+
+
+def _parse_header(file: _File, header: bytearray) -> Manifest:
+    """Read what a header says whose digest was found right, and check all of it."""
     data_start = len(header)
     try:
         text = str(memoryview(header)[8:], "utf-8")
@@ -1056,6 +1100,7 @@ def _read_manifest(file: _File) -> Manifest:
         raise file.corrupt("header", f"is not UTF-8: {error}") from None
     del header
     entries = _parse_json(text, file, "it")
+    del text  # with 100,000 tensors it is some 25 MB, as the header was
     if type(entries) is not dict:
         raise file.corrupt("header", "is not an object")
     document = _read_document(file, entries)

@@ -954,7 +954,7 @@ class Diff:
         if self.json:
             found = [{"path": d.path, "kind": d.kind, "a": repr(d.a), "b": repr(d.b), "max_abs": d.max_abs,
                       "max_ulp": d.max_ulp, "share": d.share} for d in differences]
-            return Outcome(as_json({"a": str(a), "b": str(b), "bytes_verified": read,
+            return Outcome(as_json({"a": str(a), "b": str(b), "bytes_verified": not self.headers_only,
                                     "equal": not found, "differences": found}), status)
         if not differences:
             equal = "bitwise equal" if read else "equal by their recorded digests; bytes not read"

@@ -23,6 +23,7 @@ from fault_tolerant_transformer_lab.publication import (
     RecordingDisk,
     generation_name,
 )
+from fault_tolerant_transformer_lab.staging import Memory
 
 
 class Run:
@@ -350,6 +351,27 @@ def test_hooks_do_not_outlive_the_store(directory):
         assert len(run.optimizer._optimizer_step_pre_hooks) == 1
     assert not run.optimizer._optimizer_step_pre_hooks
     run.advance()
+
+
+def test_saves_in_the_background_copy_into_the_same_memory_until_the_store_is_left(directory):
+    run, kept = Run(step=1), []
+    with CheckpointStore(directory) as store:
+        for overlap in (False, True, False):
+            store.save(run.contract, wait=False, overlap=overlap).result()
+            kept.append(store._staging._memory._kept)
+            run.advance()
+    assert kept[0] is not None and kept[0] is kept[1] is kept[2]
+    assert store._staging._memory._kept is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="not run: the kernel does not say what is resident")
+def test_memory_for_a_copy_exists_before_it_is_copied_into():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, memory = resident(), Memory()
+    n_bytes = memory.of(256 << 20).nbytes
+    assert resident() - before > 0.9 * n_bytes
 
 
 def test_without_memory_for_a_copy_a_save_that_waits_still_works(directory):

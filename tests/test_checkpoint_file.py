@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -274,6 +276,66 @@ def test_threads_copy_the_same_bits_as_one(dtype, layout):
     assert torch.equal(one, tensor.resolve_conj().contiguous().view(-1).view(torch.uint8))
 
 
+class Watched:
+    """A BLAKE3 hasher that calls `see` with the bytes before it digests them."""
+
+    def __init__(self, *data, see=lambda data: None, **options):
+        self.real, self.see = blake3(*data, **options), see
+
+    def update(self, data):
+        self.see(data)
+        self.real.update(data)
+        return self
+
+    def hexdigest(self):
+        return self.real.hexdigest()
+
+
+@pytest.mark.parametrize("relocated", [False, True], ids=["out of tensors", "out of one memory"])
+def test_bytes_are_digested_while_others_are_written(monkeypatch, relocated):
+    """Whoever writes stays with the first chunk, and all others are digested meanwhile."""
+    seen, through = [0], threading.Event()
+
+    def see(data):
+        if threading.current_thread() is not threading.main_thread():
+            seen[0] += memoryview(data).nbytes
+            if seen[0] == 12_000_000:
+                through.set()
+
+    encoding = encode(snapshot({"t": torch.ones(3_000_000)}))
+    if relocated:
+        memory = torch.ones(3_000_000)
+        encoding.relocate(memory.view(torch.uint8).numpy().data)
+    monkeypatch.setattr(checkpoint_file, "blake3", lambda *data, **options: Watched(*data, see=see, **options))
+    chunks = encoding.chunks()
+    assert len(next(chunks)[1]) < 12_000_000
+    assert through.wait(30), f"{seen[0]:,} bytes were digested"
+    chunks.close()
+
+
+def test_verifying_uses_every_core(tmp_path, monkeypatch):
+    write(tmp_path / "three", {name: torch.ones(1 << 20) for name in "abc"})  # 4 MiB each: a read of its own
+    write(tmp_path / "one", {"a": torch.ones(1 << 20)})
+    together, met, threads = threading.Barrier(3, timeout=30), set(), []
+
+    def hasher(*data, max_threads=1, **options):
+        def see(data):
+            name = threading.current_thread().name
+            if meeting and name.startswith("checkpoint-verify") and name not in met:
+                met.add(name)
+                together.wait()  # broken, and an error, where one thread does what is left
+
+        threads.append(max_threads)
+        return Watched(*data, see=see, max_threads=max_threads, **options)
+
+    monkeypatch.setattr(checkpoint_file, "usable_cores", lambda: 3)
+    monkeypatch.setattr(checkpoint_file, "blake3", hasher)
+    meeting = True
+    assert verify(tmp_path / "three").step == 3 and len(met) == 3
+    meeting = False
+    assert verify(tmp_path / "one").step == 3 and max(threads) == 3, "a single tensor is digested by all of them"
+
+
 @pytest.mark.parametrize("n", [1000, 4000])
 def test_the_number_of_reads_and_writes_does_not_grow_with_small_tensors(n, tmp_path):
     encoding = encode(snapshot({f"t.{i:05}": torch.full((16,), float(i)) for i in range(n)}))
@@ -452,6 +514,49 @@ def test_state_digest_is_about_the_state_alone():
 def test_state_digest_is_this_one():
     tree = {"model": OrderedDict(w=torch.tensor([1.0, 2.0])), "plain": {1: "a", "b": (None, True, 2.5, b"x")}}
     assert state_digest(snapshot(tree)) == "a04fc645389b1f389495390c5765b28523b854045104bea1dad3373022e16401"
+
+
+def test_every_piece_of_a_long_state_is_digested(monkeypatch):
+    values = list(range(30_000))  # some hundred kilobytes of plain values: more than is digested at once
+    whole = state_digest(snapshot({"x": values}))
+    changed = {state_digest(snapshot({"x": [*values[:at], -1, *values[at + 1:]]})) for at in (0, 15_000, 29_999)}
+    assert len({whole, *changed}) == 4
+    monkeypatch.setattr(checkpoint_file, "_FOLD_BYTES", 1 << 40)
+    assert state_digest(snapshot({"x": values})) == whole, "where a piece ends is no part of it"
+
+
+def test_a_header_is_written_without_a_second_one_in_memory():
+    encoding = checkpoint_file.Encoding(snapshot({f"layer.{i}.weight": torch.zeros(4) for i in range(10_000)}))
+    tracemalloc.start()
+    try:
+        size = encoding.n_bytes - encoding.data_bytes
+        assert size > 2_000_000 and tracemalloc.get_traced_memory()[1] < 2 * size
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_garbage_collector_rests_while_a_header_is_read_and_goes_on_whatever_happens(tmp_path, monkeypatch):
+    path, seen = tmp_path / "file", []
+    write(path, {"t": torch.ones(3)})
+    real = checkpoint_file._parse_header
+    monkeypatch.setattr(checkpoint_file, "_parse_header", lambda *given: seen.append(gc.isenabled()) or real(*given))
+    read_manifest(path)
+    assert seen == [False] and gc.isenabled()
+    thread = threading.Thread(target=read_manifest, args=(path,))  # while which the main thread may fork
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
+    monkeypatch.setattr(checkpoint_file, "_parse_header", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        read_manifest(path)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            read_manifest(path)
+        assert not gc.isenabled(), "whoever switched it off wants it off"
+    finally:
+        gc.enable()
 
 
 # ---- strides, devices and staging
@@ -934,6 +1039,25 @@ def restore():
 print(extra(restore))
 """, tmp_path / "a")
     assert max(saved, checked, restored) < 40 << 20, (saved, checked, restored)  # of 240 MB
+
+
+def test_a_store_saves_and_restores_in_little_memory(tmp_path):
+    saved, restored = measured("""
+from fault_tolerant_transformer_lab.contract import Contract
+from fault_tolerant_transformer_lab.publication import CheckpointStore
+path.parent.chmod(0o700)
+model = torch.nn.Linear(4000, 5000, bias=False)
+optimizer = torch.optim.AdamW(model.parameters())
+model.weight.grad = torch.ones_like(model.weight)
+optimizer.step()
+optimizer.zero_grad(set_to_none=True)
+contract = Contract(model=model, optimizer=optimizer)
+with CheckpointStore(path, keep_last=1) as store:
+    store.save(contract, step=1)
+    print(extra(lambda: store.save(contract, step=2)))
+    print(extra(lambda: store.restore(contract)))
+""", tmp_path / "checkpoints")
+    assert max(saved, restored) < 64 << 20, (saved, restored)  # of 240 MB
 
 
 @pytest.mark.parametrize("filler", ["[],", "{},", '"ab",', "1.5,", '{\\"a\\":1},'])

@@ -680,6 +680,12 @@ def test_restore_brings_back_the_newest_state(directory):
     assert contract.participants["progress"].step == 7
 
 
+def test_nothing_is_restored_unverified(directory):
+    store = store_with(directory, 1)
+    with pytest.raises(TypeError, match="verify"):
+        store.restore(a_run(0), verify=False)
+
+
 def test_damage_falls_back_is_reported_and_kept_only_by_the_writer(directory):
     store_with(directory, 1, 2, 3, keep_last=5)
     bad = {step: damage(directory / generation_name(step)) for step in (2, 3)}

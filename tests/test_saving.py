@@ -317,6 +317,20 @@ def test_a_disk_that_is_really_full_for_a_while_costs_checkpoints_and_no_step(tm
 # Saves in the background
 
 
+def test_the_mode_of_a_run_is_a_flag_of_its_command_and_changes_no_bit(tmp_path):
+    (tmp_path / "config.json").write_text(canonical_json(TINY.describe()))
+    program = "import sys; from fault_tolerant_transformer_lab.cli import main; sys.exit(main(sys.argv[1:]))"
+    for mode in MODES:
+        command = [sys.executable, "-c", program, "train", "--config", "config.json", "--output", mode,
+                   "--checkpoint-mode", mode, "--threads", "1"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        newest = tmp_path / mode / "checkpoints" / "step-00000008.safetensors"
+        assert json.loads((tmp_path / mode / "manifest.json").read_text())["config"]["checkpoint_mode"] == mode
+        assert diff(tmp_path / "sync" / "checkpoints" / newest.name, newest) == []
+    assert len({(tmp_path / mode / "metrics.jsonl").read_bytes() for mode in MODES}) == 1
+
+
 @pytest.mark.parametrize("mode", ["async", "overlapped"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_every_checkpoint_of_a_run_is_the_same_whoever_waits_for_it(tmp_path, mode, every):

@@ -1,0 +1,71 @@
+"""What the benchmarks left on record: it is whole, and within the bars that it names. Nothing is timed here."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+COST, OVERHEAD = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+                  for name in ("checkpoint_cost", "training_overhead"))
+RATIOS = {  # by hand: what is divided by what, and the bar
+    "save": [("CheckpointStore.save", "raw buffered write + fsync + rename", 1.10),
+             ("CheckpointStore.save", "torch.save + fsync + rename", 0.75)],
+    "blocking": [("save(wait=False)", "one copy into touched memory", 1.15),
+                 ("save(wait=False)", "DCP async_save, default", 0.35),
+                 ("save(wait=False, overlap=True)", "one copy into touched memory", 0.25)],
+    "restore": [("CheckpointStore.restore", "raw read in place + BLAKE3 on one core", 1.0)],
+}
+
+
+@pytest.mark.parametrize("part", RATIOS)
+def test_the_recorded_costs_are_within_their_bars(part):
+    rows, about = COST[part]["rows"], COST[part]["about"]
+    assert about["state_bytes"] > 1.48e9 and about["rounds"] >= 5
+    for name, other, bar in RATIOS[part]:
+        pairs = zip(rows[name]["seconds"], rows[other]["seconds"], strict=True)
+        assert statistics.median(a / b for a, b in pairs) <= bar, (name, other)
+    assert all(reached <= bar for reached, bar in COST[part]["bars"].values())
+    kept = {"save": "CheckpointStore.save", "restore": "CheckpointStore.restore"}.get(part)
+    assert kept is None or rows[kept]["extra_bytes"] <= 64 << 20
+
+
+def test_the_recorded_headers_are_read_in_milliseconds():
+    headers = COST["headers"]
+    assert headers["file_bytes"] > 1.48e9 and "model.token_embedding_weight" in headers["differing"]
+    assert all(row["median_s"] < 0.1 for row in headers["rows"].values())
+
+
+def test_the_recorded_headers_stay_within_what_a_tensor_may_take():
+    growth = COST["growth"]
+    assert len(growth["size"]) >= 4 and len(growth["tensors"]) >= 4
+    assert all(row["header_bytes"] < 4096 + 260 * (row["n"] + 16) for row in growth["tensors"])
+    none, million = growth["history"]
+    assert (none["steps"], million["steps"]) == (0, 1_000_000)
+    assert 8_000_000 <= million["file_bytes"] - none["file_bytes"] <= 10_000_000
+
+
+def test_the_recorded_overhead_is_whole_and_within_its_bars():
+    assert OVERHEAD["about"]["parameters"] >= 10_000_000 and not OVERHEAD["about"]["quick"]
+    saving = {name: row["ratio"] for name, row in OVERHEAD["saving"].items()}
+    ways = ("sync", "async", "overlapped", "DCP async_save", "DCP async_save, reused stager")
+    assert {"none", *(f"{way}, every {every}" for way in ways for every in (1, 10))} <= set(saving)
+    assert saving["async, every 10"] <= 1.03
+    assert saving["async, every 10"] < min(saving[f"{way}, every 10"] for way in ways[3:])
+    assert OVERHEAD["loop"]["large"]["speed"] >= 0.97
+
+
+def test_the_benchmark_of_costs_runs_at_any_size_and_keeps_other_parts(tmp_path):
+    output = tmp_path / "cost.json"
+    output.write_text(json.dumps({"growth": "kept"}))
+    done = subprocess.run([sys.executable, BENCHMARKS / "checkpoint_cost.py", "--mb", "2", "--rounds", "1",
+                           "--directory", tmp_path, "--output", output], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert found["growth"] == "kept" and {"save", "blocking", "restore", "headers", "about"} < set(found)
+    assert {name for part in RATIOS for *names, _ in RATIOS[part] for name in names} <= {
+        name for part in RATIOS for name in found[part]["rows"]}
+    assert done.stdout.count("bar ") == sum(len(found[part]["bars"]) for part in RATIOS) == 8
