@@ -20,6 +20,7 @@ from fault_tolerant_transformer_lab import larger_state
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint
 from fault_tolerant_transformer_lab.contract import (
     CheckpointMismatchError,
+    NamedGenerator,
     PlainState,
     RandomGenerators,
     generators_undisturbed,
@@ -157,6 +158,15 @@ def test_a_used_run_goes_back_to_its_checkpoint_in_its_own_process(kind):
     expected = follow(run, kind.steps - kind.stop)
     run.contract.restore(saved)
     assert first_difference(expected, follow(run, kind.steps - kind.stop)) is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STATEFUL_LOADERS if kind.resumes], ids=by_name)
+def test_a_loader_with_a_position_resumes_wherever_it_stopped(kind):
+    pytest.importorskip("torchdata.stateful_dataloader")
+    whole = follow(start(replace(kind, stop=0))[0], kind.steps)
+    for stop in (0, 1, 3, 4, 5, 8, 9):  # 4 and 8 are the ends of epochs
+        stopped = replace(kind, stop=stop)
+        assert first_difference(whole[stop:], resume(stopped, start(stopped)[1])) is None, f"stopped after {stop}"
 
 
 SAVE_ALL = """
@@ -313,9 +323,12 @@ def on_cuda(what, at):
     options = {"capturable": {"capturable": True}, "fused": {"fused": True}}.get(what, {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **options)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**19, growth_interval=2) if what == "scaler" else None
+    own = torch.Generator("cuda").manual_seed(int(torch.randint(2**31, ())))  # another one in each process
 
     def step(number):
         inputs, targets = (each.cuda() for each in examples(number))
+        if what == "own generator":
+            inputs = inputs + torch.randn(inputs.shape, generator=own, device="cuda")
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.float16, enabled=scaler is not None):
             outputs = model(inputs)
@@ -327,15 +340,16 @@ def on_cuda(what, at):
         return loss.item()
 
     more = {"rng": RandomGenerators()} if scaler is None else {"scaler": scaler}
+    more |= {"noise": NamedGenerator(own)} if what == "own generator" else {}
     return System(step, model=model, optimizer=optimizer, **more)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("what", ["generator", "scaler", "capturable", "fused"])
+@pytest.mark.parametrize("what", ["generator", "own generator", "scaler", "capturable", "fused"])
 def test_a_run_on_cuda_resumes_to_the_bit_and_its_state_is_missed(what):
     lose = {"generator": lambda system: torch.cuda.manual_seed_all(99)}.get(what)
-    kind = Kind(what, partial(on_cuda, what), lost="scaler" if what == "scaler" else "optimizer", lose=lose,
-                inside=("rng",))
+    lost = {"scaler": "scaler", "own generator": "noise"}.get(what, "optimizer")
+    kind = Kind(what, partial(on_cuda, what), lost=lost, lose=lose, inside=("rng",) if lose else ())
     with deterministic():
         assert measure(kind).proven
 
@@ -521,6 +535,21 @@ def make_run(directory: Path, kind: str) -> System:
     newest = max((int(path.stem.removeprefix("step-")) for path in directory.glob("**/step-*.safetensors")), default=0)
     start(replace(KINDS[kind], stop=0))  # seeds
     return KINDS[kind].build(newest)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HERE if "workers" not in kind.name], ids=by_name)
+def test_every_kind_is_judged_by_the_proof_of_restarts_and_missed_in_it_when_it_is_lost(kind):
+    proof = prove_restart(partial(make_run, kind=kind.name), steps=kind.steps, interrupt_at=[kind.stop or 1],
+                          how="clean", resumes=1, in_process=True, progress_bar=False)
+    if not kind.resumes:
+        assert proof.verdict is Verdict.DIVERGENT, str(proof)
+        return
+    # SGD without momentum keeps nothing, and not each run draws from the global generators
+    idle = set(proof.not_exercised)
+    assert proof.verdict is (Verdict.NOT_EXERCISED if idle else Verdict.EQUIVALENT), str(proof)
+    assert idle <= {"optimizer", "rng"} - {kind.lost}
+    outcomes = {knocked.participant: knocked.outcome for knocked in proof.knockouts}
+    assert outcomes["model"] == "caught" and outcomes.get(kind.lost, "caught") == "caught"
 
 
 @pytest.mark.parametrize("kind", ["accumulated gradients", "a parameter group added later", "LBFGS"])
