@@ -1169,7 +1169,7 @@ class Prove:
         metavar="STEP", help="a step to interrupt, may be given several times; by default every one with --run, else "
         "those that have most to lose", help_behavior_hint="(optional)")]] = ()
     resumes: _OptionalNumber = None  # interruptions in one run, in chains besides the single ones; by default 3
-    expendable: _Words = ()  # undeclared state that may be lost, by path, such as run.last_batch; only with --run
+    expendable: _Words = ()  # undeclared state by path, or a participant, that may be lost; only with --run
     locate_op: bool = False  # where two uninterrupted runs differ, name the first operation that gives something else
     point: _Words = ()  # repeat only this run of a proof, as a report names it
     output: _OptionalPath = None  # new or empty folder that keeps the proof's runs and proof.json; by default, nothing
