@@ -41,7 +41,7 @@ def command(*arguments: object) -> list[str]:
 def fttl(*arguments: object, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run `fttl` as a process of its own and wait for it."""
     return subprocess.run(command(*arguments), cwd=cwd, env=environment(**changes), text=True, capture_output=True,
-                          timeout=300, check=False)
+                          timeout=900, check=False)
 
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
