@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'PAGE', 'MAX_HEADER_BYTES', 'MAX_HEADER_VALUES', 'MAX_DEPTH', 'DTYPES', 'UnknownSchemaError',
            'CheckpointCorruptError', 'NotACheckpointError', 'MalformedTree', 'encode_tree', 'decode_tree',
-           'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'TensorNames', 'Manifest', 'Ring', 'Encoding',
-           'encode', 'state_digest', 'read_manifest', 'usable_cores', 'verify', 'FileTensor', 'open_checkpoint',
-           'ulp_distance', 'compare_tensors', 'Difference', 'diff_manifests', 'diff']
+           'TensorEntry', 'byte_view', 'pieces', 'copy_bytes', 'Slot', 'TensorNames', 'collector_at_rest', 'Manifest',
+           'Ring', 'Encoding', 'encode', 'state_digest', 'read_manifest', 'usable_cores', 'verify', 'FileTensor',
+           'open_checkpoint', 'ulp_distance', 'compare_tensors', 'Difference', 'diff_manifests', 'diff']
 
 # %% ../nbs/04_checkpoint_file.ipynb #cell-003
 import base64
@@ -27,7 +27,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -415,19 +415,23 @@ _PIECE = 1 << 16  # characters of JSON that are written at once
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def collector_at_rest() -> Iterator[None]:
+    """Keep Python's garbage collector from running meanwhile, in every thread; where it was off, it stays so."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _uncollected() -> AbstractContextManager[None]:
     """Make many objects without the garbage collector's looking through all of them again and again: none is garbage.
 
     In the main thread only: while another one is at it the process may fork, and its child would never collect again.
     """
-    pause = gc.isenabled() and current_thread() is main_thread()
-    if pause:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pause:
-            gc.enable()
+    return collector_at_rest() if current_thread() is main_thread() else nullcontext()
 
 
 # Without spaces, in ASCII, finite numbers only, keys in the given order.

@@ -43,7 +43,7 @@ import torch
 from blake3 import blake3
 from tqdm import tqdm
 
-from .checkpoint_file import read_manifest, state_digest, verify
+from .checkpoint_file import collector_at_rest, read_manifest, state_digest, verify
 from .config import ExperimentConfig
 from .contract import CheckpointError, Contract, Progress
 from .equivalence import ExampleRun, example_run
@@ -115,15 +115,10 @@ def start_child(
 
 def _fork() -> int:
     "Fork; what is garbage here is not destroyed in the child, whose destructors would wait for threads it has not got."
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_at_rest():
         child = os.fork()
         if not child:
             gc.freeze()
-    finally:
-        if collecting:
-            gc.enable()
     return child
 
 

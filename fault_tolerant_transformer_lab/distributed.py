@@ -42,7 +42,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .checkpoint_file import DTYPES, byte_view, decode_tree, encode_tree
+from fault_tolerant_transformer_lab.checkpoint_file import (
+    DTYPES,
+    byte_view,
+    collector_at_rest,
+    decode_tree,
+    encode_tree,
+)
 from .config import ConfigError, ExperimentConfig
 from fault_tolerant_transformer_lab.contract import (
     CheckpointError,
@@ -230,14 +236,9 @@ def _start(processes: Sequence[Any]) -> None:
 
     torch's objects end threads of their own when they are destroyed (a `TCPStore` in a cycle of garbage does); a fork
     has the object and not the thread, so that a collection in the child would wait for ever."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_at_rest():
         for process in processes:
             process.start()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _where_it_stands(process: Any, log: Path) -> str:
