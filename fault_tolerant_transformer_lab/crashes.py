@@ -3159,13 +3159,15 @@ _IMPORTS = re.compile(rf"^ *from (?:{CheckpointStore.__module__.rpartition('.')[
 
 
 def source_digests() -> dict[str, str]:  # by file name
-    "Digests of what a report speaks for: the module that tries, and whatever of this package that needs."
+    "Digests of the code that a report speaks for: the module that tries, and whatever of this package that needs."
     package, digests, waiting = Path(sys.modules[CheckpointStore.__module__].__file__ or "").parent, {}, ["crashes"]
     while waiting:
         path = package / f"{waiting.pop()}.py"
         if path.name not in digests:
-            digests[path.name] = blake3(path.read_bytes()).hexdigest()[:16]
-            waiting += _IMPORTS.findall(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            code = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+            digests[path.name] = blake3("\n".join(code).encode()).hexdigest()[:16]
+            waiting += _IMPORTS.findall(text)
     return dict(sorted(digests.items()))
 
 # %% ../nbs/08_crashes.ipynb #cell-416

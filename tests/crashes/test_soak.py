@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fault_tolerant_transformer_lab import crashes
+from fault_tolerant_transformer_lab import crashes, publication
 from fault_tolerant_transformer_lab.cli import failure
 from fault_tolerant_transformer_lab.crashes import (
     CAMPAIGNS,
@@ -300,6 +301,20 @@ def whole_report(scale):
                    Tried("errnos of real faults", len(REAL_FAULTS)), *map(Tried, STATES_OF)]
     report.mutants = [Caught(name, 1, "", (), {}) for name in MUTANTS]
     return report
+
+
+def test_a_report_speaks_for_the_code_and_not_for_where_a_notebook_divides_it(tmp_path, monkeypatch):
+    there = tmp_path / "copy"
+    shutil.copytree(Path(publication.__file__).parent, there, ignore=shutil.ignore_patterns("__pycache__"))
+    before = source_digests()
+    monkeypatch.setattr(publication, "__file__", str(there / "publication.py"))
+    assert source_digests() == before
+    text = (there / "publication.py").read_text()
+    (there / "publication.py").write_text(text.replace("\n# %% ", "\n\n# %% ../nbs/another.ipynb "))
+    assert source_digests() == before
+    (there / "publication.py").write_text(text.replace("os.replace", "os.rename"))
+    changed = source_digests()
+    assert [name for name in before if changed[name] != before[name]] == ["publication.py"]
 
 
 def test_a_report_of_other_code_or_of_a_part_is_outdated():
