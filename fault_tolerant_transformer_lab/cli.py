@@ -10,11 +10,11 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'check_ranks_wanted', 'launched',
            'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
            'inspection', 'Inspect', 'difference_row', 'differences_of', 'recorded_differences', 'Diff', 'new_file',
-           'Export', 'Import', 'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'proof_outcome',
-           'ranks_outcome', 'counted', 'Prove', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan',
-           'takes_files', 'can_be_written', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak',
-           'say', 'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
-           'compare_tuning']
+           'Export', 'Import', 'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'counted',
+           'proof_outcome', 'ranks_outcome', 'Prove', 'check_together', 'prove_ranks_of', 'reports_of', 'argument_from',
+           'CheckCertificate', 'ProveScript', 'Plan', 'takes_files', 'can_be_written', 'CompareTuning',
+           'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
+           'warnings_in_lines', 'execute', 'main', 'train_smoke', 'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from fault_tolerant_transformer_lab.sharded import GenerationManifest
     from fault_tolerant_transformer_lab.training import RunResult
 
-# %% ../nbs/10_cli.ipynb #cell-013
+# %% ../nbs/10_cli.ipynb #cell-016
 @dataclass(frozen=True)
 class Outcome:
     "What a command has to say, and the status with which the process ends."
@@ -96,7 +96,7 @@ class Help:
         "Give the text."
         return Outcome(self.text)
 
-# %% ../nbs/10_cli.ipynb #cell-017
+# %% ../nbs/10_cli.ipynb #cell-020
 def config_flags() -> type:  # a TypedDict without required keys, from which tyro makes one flag a key
     "Make one optional flag for each field of the configuration; its text is left to `parse_value`."
     flags = {
@@ -115,7 +115,7 @@ def configuration(
     "Read an experiment file and put the flags over it. Raises `ConfigError`."
     return load_config(path, {name: parse_value(name, text) for name, text in flags.items()})
 
-# %% ../nbs/10_cli.ipynb #cell-023
+# %% ../nbs/10_cli.ipynb #cell-026
 class UsageError(ValueError):
     """A command line that cannot be carried out; the message says what was expected, what arrived, and the remedy.
 
@@ -160,7 +160,7 @@ def parse_arguments(
     lines = [textwrap.fill(line, 80) if line[:1].strip() else line.rstrip() for line in output.getvalue().splitlines()]
     return Help("\n".join(lines).rstrip())
 
-# %% ../nbs/10_cli.ipynb #cell-027
+# %% ../nbs/10_cli.ipynb #cell-030
 def path_from(
     words: Sequence[str],  # one, as typed
 ) -> Path:
@@ -190,7 +190,7 @@ def number_from(
     except ValueError:
         raise ValueError(f"expected a number, got {words[0][:40]!r}") from None
 
-# %% ../nbs/10_cli.ipynb #cell-029
+# %% ../nbs/10_cli.ipynb #cell-032
 def made_by(
     make: Callable[[Sequence[str]], Any],  # one of the three above
     kind: type,  # what it makes
@@ -212,7 +212,7 @@ _Number = Annotated[float, made_by(number_from, float, "X")]
 _OptionalFloat = Annotated[float | None, made_by(number_from, float, "X"),
                            tyro.conf.arg(help_behavior_hint="(optional)")]
 
-# %% ../nbs/10_cli.ipynb #cell-032
+# %% ../nbs/10_cli.ipynb #cell-035
 def within(
     flag: str,  # the flag's name, for the message
     value: float | None,  # what arrived; None is a flag that was left out
@@ -223,7 +223,7 @@ def within(
     if value is not None and not least <= value <= most:
         raise UsageError(f"{flag}: expected a number from {least} to {most}, got {value}")
 
-# %% ../nbs/10_cli.ipynb #cell-035
+# %% ../nbs/10_cli.ipynb #cell-038
 _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "choose a path that this user may use",
@@ -270,7 +270,7 @@ def failure(
         return 2, str(error)
     return None
 
-# %% ../nbs/10_cli.ipynb #cell-039
+# %% ../nbs/10_cli.ipynb #cell-042
 _FOR_PROGRAMS = (
     (r"\b\w+(?:='?\w+'?)? \((--[a-z-]+(?: \w+)?)\)", r"\1"),  # resume='auto' (--resume auto)
     (r", (start a new run in another directory), or take over [a-z ]+ with only=", r" or \1"),
@@ -291,7 +291,7 @@ def for_command_line(
         message = regex.sub(pattern, instead, message)
     return message
 
-# %% ../nbs/10_cli.ipynb #cell-042
+# %% ../nbs/10_cli.ipynb #cell-045
 WIDTH = 100  # columns that every table fits into
 
 
@@ -325,7 +325,7 @@ def table(
                                for part, n, title in zip(parts, widths, header, strict=True)).rstrip())
     return "\n".join(lines)
 
-# %% ../nbs/10_cli.ipynb #cell-044
+# %% ../nbs/10_cli.ipynb #cell-047
 def size(
     n_bytes: int,  # a number of bytes
 ) -> str:  # such as "352.1 KiB"
@@ -347,7 +347,7 @@ def printable(
                     for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
-# %% ../nbs/10_cli.ipynb #cell-048
+# %% ../nbs/10_cli.ipynb #cell-051
 _logger = logging.getLogger("fault_tolerant_transformer_lab.cli")
 
 
@@ -401,7 +401,7 @@ def checkpoints_in(
                                 "check the path", empty=store.is_empty())
     return found
 
-# %% ../nbs/10_cli.ipynb #cell-050
+# %% ../nbs/10_cli.ipynb #cell-053
 def tensor_paths(
     manifest: "Manifest | GenerationManifest",  # a checkpoint's header
 ) -> dict[str, str]:  # such as "optimizer.state[0].exp_avg", by the name in the file, "optimizer.state.0.exp_avg"
@@ -420,7 +420,7 @@ def tensor_paths(
             paths.setdefault(leaf.name, format_path(path))
     return paths
 
-# %% ../nbs/10_cli.ipynb #cell-051
+# %% ../nbs/10_cli.ipynb #cell-054
 def examined_generation(
     path: Path,  # a directory
     *,
@@ -442,7 +442,7 @@ def examined_generation(
                                      f"it to {sharded_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-# %% ../nbs/10_cli.ipynb #cell-052
+# %% ../nbs/10_cli.ipynb #cell-055
 def examined(
     path: Path,  # a file, or the directory of a generation
     *,
@@ -473,7 +473,7 @@ def examined(
             f"{generation_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-# %% ../nbs/10_cli.ipynb #cell-054
+# %% ../nbs/10_cli.ipynb #cell-057
 def latest_of(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
     *,
@@ -499,7 +499,7 @@ def latest_of(
             return newest, manifest
     raise CheckpointCorruptError(f"{path}: no checkpoint there is sound: {'; '.join(damaged) or 'all are gone'}")
 
-# %% ../nbs/10_cli.ipynb #cell-056
+# %% ../nbs/10_cli.ipynb #cell-059
 # A flag of the configuration that is left out is left out of the mapping too.
 _ConfigFlags = Annotated[dict[str, str], tyro.conf.arg(name="", constructor_factory=config_flags)]
 _Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
@@ -513,7 +513,7 @@ def as_json(
     "Write plain data as JSON that a script reads and a person can."
     return json_format.dumps(value, indent=2)
 
-# %% ../nbs/10_cli.ipynb #cell-058
+# %% ../nbs/10_cli.ipynb #cell-061
 @contextmanager
 def warned() -> Iterator[list[str]]:  # filled with the warnings that are logged inside
     "Remember which warnings were printed, so that they are not told twice."
@@ -556,7 +556,7 @@ def words_of(
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
-# %% ../nbs/10_cli.ipynb #cell-059
+# %% ../nbs/10_cli.ipynb #cell-062
 def summary(
     result: "RunResult",  # what `train` gave back
     train: "Train",  # the command
@@ -577,7 +577,7 @@ def summary(
     ]
     return "\n".join(f"{name:<10}  {value}" for name, value in facts)
 
-# %% ../nbs/10_cli.ipynb #cell-060
+# %% ../nbs/10_cli.ipynb #cell-063
 _Parallel = Literal["none", "ddp", "fsdp", "elastic"]
 
 
@@ -629,7 +629,7 @@ class TrainSmoke:
         "Train as `fttl train` does without further flags."
         return Train(config=self.config, output=self.output, overrides={}).run()
 
-# %% ../nbs/10_cli.ipynb #cell-073
+# %% ../nbs/10_cli.ipynb #cell-076
 def check_ranks_wanted(
     train: "Train",  # the command
 ) -> None:
@@ -659,7 +659,7 @@ def check_ranks_wanted(
         raise UsageError(f"{flag}: expected no restarts, got {restarts} of them; ranks that are started again go on "
                          "from the newest checkpoint: leave it out, or ask for no restarts")
 
-# %% ../nbs/10_cli.ipynb #cell-075
+# %% ../nbs/10_cli.ipynb #cell-078
 def launched(
     train: "Train",  # with `nproc` and `parallel`
     config: ExperimentConfig,  # what it trains
@@ -732,7 +732,7 @@ def report_rank(
     say(f"fttl: rank {rank}: {' '.join(for_command_line(message).split())}", sys.stderr)
     return status
 
-# %% ../nbs/10_cli.ipynb #cell-077
+# %% ../nbs/10_cli.ipynb #cell-080
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -774,7 +774,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-085
+# %% ../nbs/10_cli.ipynb #cell-088
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -824,7 +824,7 @@ def plain_manifest(
         "tensors": plain_tensors(manifest),
     }
 
-# %% ../nbs/10_cli.ipynb #cell-087
+# %% ../nbs/10_cli.ipynb #cell-090
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -869,7 +869,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-089
+# %% ../nbs/10_cli.ipynb #cell-092
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Print a checkpoint's header, lineage and tensors, and where a run's time went; no tensor is read.
@@ -893,7 +893,7 @@ class Inspect:
             return Outcome(as_json(plain_manifest(path, manifest) | {"ledger": account.to_plain()}))
         return Outcome(f"{inspection(path, manifest)}\n{describe_account(account)}")
 
-# %% ../nbs/10_cli.ipynb #cell-095
+# %% ../nbs/10_cli.ipynb #cell-098
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -965,7 +965,7 @@ class Diff:
         how = "" if read else " by what their headers record; bytes not read"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}{how}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-102
+# %% ../nbs/10_cli.ipynb #cell-105
 def new_file(
     path: Path,  # to be written
 ) -> None:
@@ -1032,7 +1032,7 @@ def written(
     return f"{file}: {counted(n, 'tensor')}, {size(published.n_bytes)}, of step {published.step}, from {source}\n"\
         f"state {published.state_digest}"
 
-# %% ../nbs/10_cli.ipynb #cell-104
+# %% ../nbs/10_cli.ipynb #cell-107
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -1067,7 +1067,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-106
+# %% ../nbs/10_cli.ipynb #cell-109
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -1112,7 +1112,15 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-110
+# %% ../nbs/10_cli.ipynb #cell-113
+def counted(
+    n: int,  # how many
+    noun: str,  # of what, in the singular
+) -> str:  # such as "1 thread", "2 threads"
+    "Write a number and its noun."
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def proof_outcome(
     proof: "Proof",  # what was compared, and the verdict
     json: bool,  # JSON in place of the table
@@ -1123,33 +1131,25 @@ def proof_outcome(
         f"{counted(facts['threads'], 'thread')}, {facts['jobs']} at a time\n\n" if facts else ""
     return Outcome(proof.to_json() if json else head + proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-
+# %% ../nbs/10_cli.ipynb #cell-117
 def ranks_outcome(
     cells: "Sequence[MatrixCell]",  # one for each way of dying
     json: bool,  # JSON in place of the table
 ) -> Outcome:  # status 0 where every run ended with the undisturbed run's bits, else 1
     "Give a proof of several ranks as text with the status that it deserves."
     wrong = [cell for cell in cells if not (cell.equal and cell.struck)]
-    verdict = "DIVERGENT" if wrong or not cells else "EQUIVALENT"
+    verdict, status = ("DIVERGENT", 1) if wrong or not cells else ("EQUIVALENT", 0)
     if json:
-        return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), 1 if wrong else 0)
+        return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), status)
     rows = [("; then ".join(cell.places), ", ".join("the start" if step is None else str(step)
                                                     for step in cell.resumed_from),
              "equal" if cell.equal and cell.struck else cell.problem or "nobody was killed") for cell in cells]
     of = f"{counted(cells[0].size, 'rank')}, {cells[0].parallel}" if cells else "no ranks"
     last = f"{verdict}: {of}, killed in {counted(len(cells), 'way')}, {len(cells) - len(wrong)} ended with the bits "\
         "of the run that nobody disturbed"
-    return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", 0 if verdict == "EQUIVALENT" else 1)
+    return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", status)
 
-
-def counted(
-    n: int,  # how many
-    noun: str,  # of what, in the singular
-) -> str:  # such as "1 thread", "2 threads"
-    "Write a number and its noun."
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
+# %% ../nbs/10_cli.ipynb #cell-121
 @dataclass(frozen=True, kw_only=True)
 class Prove:
     "Stop and SIGKILL a run at every boundary, resume it, and compare it bit for bit with an uninterrupted one."
@@ -1186,9 +1186,9 @@ class Prove:
 
     def run(self) -> Outcome:  # one table; status 1 unless every path is equal
         "Run the proof, print one table, and write what was asked for."
-        self._check()
+        check_together(self)
         if self.nproc is not None:
-            return self._prove_ranks(self.nproc)
+            return prove_ranks_of(self, self._config(), self.nproc)
         target = self._trainer() if self.trainer else self._config()
         proof = self._prove(target)
         if self.locate_op:
@@ -1197,7 +1197,7 @@ class Prove:
             proof = with_operation(proof, target)
         from fault_tolerant_transformer_lab.publication import write_atomically
 
-        for path, text in self._files(proof, target):
+        for path, text in reports_of(self, proof, target):
             write_atomically(path, text.encode())
         if self.certificate is not None:
             from fault_tolerant_transformer_lab.certificate import certificate, sign_certificate, write_certificate
@@ -1206,60 +1206,6 @@ class Prove:
             if self.sign is not None:
                 sign_certificate(self.certificate, self.sign)
         return proof_outcome(proof, self.json)
-
-    def _check(self) -> None:
-        within("--threads", self.threads, 1, 1024)
-        within("--jobs", self.jobs, 1, 1024)
-        own = {"--steps": self.steps, "--save-every": self.save_every, "--horizon": self.horizon,
-               "--with": self.arguments or None, "--in-process": self.in_process or None,
-               "--expendable": self.expendable or None,
-               "--mode": None if self.mode == "full" else self.mode}
-        if self.trainer and self.config is not None:
-            raise UsageError("--run and --config: expected one of them, got both; a trainer has its own settings")
-        if not self.trainer and (given := [name for name, value in own.items() if value is not None]):
-            raise UsageError(f"{given[0]}: expected with --run, got it without; a configuration says it by itself")
-        within("--nproc", self.nproc, 1, 64)
-        ranks = {"--parallel": None if self.parallel == "none" else self.parallel,
-                 "--every-operation": self.every_operation or None}
-        if self.nproc is None and (given := [name for name, value in ranks.items() if value is not None]):
-            raise UsageError(f"{given[0]}: expected with --nproc, got it without; say how many ranks there are")
-        alone = {"--interrupt-at": self.interrupt_at or None, "--resumes": self.resumes,
-                 "--locate-op": self.locate_op or None, "--run": self.trainer or None, "--point": self.point or None,
-                 "--output": self.output,
-                 "--html": self.html, "--junit": self.junit, "--certificate": self.certificate, "--jobs": self.jobs}
-        if self.nproc is not None and (given := [name for name, value in alone.items() if value is not None]):
-            raise UsageError(f"{given[0]}: expected without --nproc, got both; a proof of several ranks prints its "
-                             "table")
-        if self.trainer and self.steps is None:
-            raise UsageError("--steps: expected with --run, got nothing; say how many steps each run makes")
-        if self.sign is not None and self.certificate is None:
-            raise UsageError("--sign: expected with --certificate, got it without; there is nothing to sign")
-        if self.certificate is not None and self.mode != "full":
-            raise UsageError("--certificate: expected with --mode full, got inductive, which may miss what shows later")
-        for flag, path in (("--html", self.html), ("--junit", self.junit), ("--certificate", self.certificate)):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
-
-    def _prove_ranks(self, n: int) -> Outcome:
-        from fault_tolerant_transformer_lab.launch import (
-            check_ranks,
-            operations_of,
-            places_of,
-            prove_distributed,
-            prove_launcher,
-        )
-        from fault_tolerant_transformer_lab.training import deterministic
-
-        config, parallel = self._config(), "ddp" if self.parallel == "none" else self.parallel
-        check_ranks(config, parallel, n)
-        step = min(config.cadence("a proof"), config.steps)
-        with deterministic(threads=self.threads):
-            operations = operations_of(config, parallel, n, step)
-            chains = places_of(n, step=step, operations=operations, most=None if self.every_operation else 3)
-            cells = prove_distributed(config, parallel, n, chains)
-        if config.steps >= 2 * step:
-            cells.append(prove_launcher(config, parallel, n))
-        return ranks_outcome(cells, self.json)
 
     def _trainer(self) -> Callable[..., Any]:
         from fault_tolerant_transformer_lab.certificate import load_target
@@ -1295,21 +1241,89 @@ class Prove:
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from None
 
-    def _files(
-        self, proof: "Proof", target: "Callable[..., Any] | ExperimentConfig"
-    ) -> Iterator[tuple[Path, str]]:
-        named = self.config if isinstance(target, ExperimentConfig) else target
-        if self.output is not None:
-            yield self.output / "proof.json", f"{proof.to_json()}\n"
-        if self.html is not None or self.junit is not None:
-            from fault_tolerant_transformer_lab.report import html_report, junit_report
+# %% ../nbs/10_cli.ipynb #cell-123
+def check_together(
+    command: "Prove",  # as parsed
+) -> None:
+    "Look whether the flags of a proof go together. Raises `UsageError` for the first that does not."
+    within("--threads", command.threads, 1, 1024)
+    within("--jobs", command.jobs, 1, 1024)
+    own = {"--steps": command.steps, "--save-every": command.save_every, "--horizon": command.horizon,
+           "--with": command.arguments or None, "--in-process": command.in_process or None,
+           "--expendable": command.expendable or None,
+           "--mode": None if command.mode == "full" else command.mode}
+    if command.trainer and command.config is not None:
+        raise UsageError("--run and --config: expected one of them, got both; a trainer has its own settings")
+    if not command.trainer and (given := [name for name, value in own.items() if value is not None]):
+        raise UsageError(f"{given[0]}: expected with --run, got it without; a configuration says it by itself")
+    within("--nproc", command.nproc, 1, 64)
+    ranks = {"--parallel": None if command.parallel == "none" else command.parallel,
+             "--every-operation": command.every_operation or None}
+    if command.nproc is None and (given := [name for name, value in ranks.items() if value is not None]):
+        raise UsageError(f"{given[0]}: expected with --nproc, got it without; say how many ranks there are")
+    alone = {"--interrupt-at": command.interrupt_at or None, "--resumes": command.resumes,
+             "--locate-op": command.locate_op or None, "--run": command.trainer or None,
+             "--point": command.point or None, "--output": command.output, "--html": command.html,
+             "--junit": command.junit, "--certificate": command.certificate, "--jobs": command.jobs}
+    if command.nproc is not None and (given := [name for name, value in alone.items() if value is not None]):
+        raise UsageError(f"{given[0]}: expected without --nproc, got both; a proof of several ranks prints its "
+                         "table")
+    if command.trainer and command.steps is None:
+        raise UsageError("--steps: expected with --run, got nothing; say how many steps each run makes")
+    if command.sign is not None and command.certificate is None:
+        raise UsageError("--sign: expected with --certificate, got it without; there is nothing to sign")
+    if command.certificate is not None and command.mode != "full":
+        raise UsageError("--certificate: expected with --mode full, got inductive, which may miss what shows later")
+    for flag, path in (("--html", command.html), ("--junit", command.junit), ("--certificate", command.certificate)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
 
-            if self.html is not None:
-                yield self.html, html_report(proof, self.trainer or "restart proof", named)
-            if self.junit is not None:
-                yield self.junit, junit_report(proof, target=named)
+# %% ../nbs/10_cli.ipynb #cell-126
+def prove_ranks_of(
+    command: "Prove",  # with `nproc`
+    config: ExperimentConfig,  # of the run
+    n: int,  # ranks
+) -> Outcome:  # a row for each way of dying
+    "Kill ranks in each place that a save has, and the launcher, and compare the ends."
+    from fault_tolerant_transformer_lab.launch import (
+        check_ranks,
+        operations_of,
+        places_of,
+        prove_distributed,
+        prove_launcher,
+    )
+    from fault_tolerant_transformer_lab.training import deterministic
 
+    parallel = "ddp" if command.parallel == "none" else command.parallel
+    check_ranks(config, parallel, n)
+    step = min(config.cadence("a proof"), config.steps)
+    with deterministic(threads=command.threads):
+        operations = operations_of(config, parallel, n, step)
+        chains = places_of(n, step=step, operations=operations, most=None if command.every_operation else 3)
+        cells = prove_distributed(config, parallel, n, chains)
+    if config.steps >= 2 * step:
+        cells.append(prove_launcher(config, parallel, n))
+    return ranks_outcome(cells, command.json)
 
+# %% ../nbs/10_cli.ipynb #cell-128
+def reports_of(
+    command: "Prove",  # which names the files
+    proof: "Proof",  # what they tell
+    target: "Callable[..., Any] | ExperimentConfig",  # what it is about
+) -> Iterator[tuple[Path, str]]:  # each file and its text
+    "Write a proof in each form that was asked for."
+    named = command.config if isinstance(target, ExperimentConfig) else target
+    if command.output is not None:
+        yield command.output / "proof.json", f"{proof.to_json()}\n"
+    if command.html is not None or command.junit is not None:
+        from fault_tolerant_transformer_lab.report import html_report, junit_report
+
+        if command.html is not None:
+            yield command.html, html_report(proof, command.trainer or "restart proof", named)
+        if command.junit is not None:
+            yield command.junit, junit_report(proof, target=named)
+
+# %% ../nbs/10_cli.ipynb #cell-130
 def argument_from(
     text: str,  # as typed, such as "rows=24"
 ) -> tuple[str, Any]:  # the name and the value
@@ -1322,7 +1336,7 @@ def argument_from(
     except ValueError:
         return name, value
 
-
+# %% ../nbs/10_cli.ipynb #cell-134
 @dataclass(frozen=True, kw_only=True)
 class CheckCertificate:
     "Do a certified proof again and compare. This imports and runs the function that the certificate names."
@@ -1346,7 +1360,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-120
+# %% ../nbs/10_cli.ipynb #cell-142
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1402,7 +1416,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-125
+# %% ../nbs/10_cli.ipynb #cell-147
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -1456,7 +1470,7 @@ class Plan:
 
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
-# %% ../nbs/10_cli.ipynb #cell-130
+# %% ../nbs/10_cli.ipynb #cell-152
 def takes_files(
     flag: str,  # that named it
     folder: Path,  # in which files shall be made
@@ -1483,7 +1497,7 @@ def can_be_written(
         raise UsageError(f"{flag}: expected a file or a new name, got {path}, which is neither and would be replaced")
     takes_files(flag, path.parent)
 
-# %% ../nbs/10_cli.ipynb #cell-132
+# %% ../nbs/10_cli.ipynb #cell-154
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1516,7 +1530,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-137
+# %% ../nbs/10_cli.ipynb #cell-159
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1570,7 +1584,7 @@ class Crashtest:
                 return replace(outcome, status=1, complaint="; ".join(filter(None, (outcome.complaint, said))))
         return outcome
 
-# %% ../nbs/10_cli.ipynb #cell-140
+# %% ../nbs/10_cli.ipynb #cell-162
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1620,7 +1634,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-144
+# %% ../nbs/10_cli.ipynb #cell-166
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1663,7 +1677,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-146
+# %% ../nbs/10_cli.ipynb #cell-168
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1704,7 +1718,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-148
+# %% ../nbs/10_cli.ipynb #cell-170
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
