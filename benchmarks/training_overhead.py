@@ -1,6 +1,7 @@
 """What saving costs a run, and what the loop around a step costs.
 
-Three questions, each answered in interleaved rounds whose order rotates, by medians of the ratio within a round:
+Three questions, each answered in interleaved rounds whose order rotates, by medians of the ratio within a round, or
+between neighbours:
 
 * how fast `train` is with a save every 1, 10 and 100 steps against none, waiting for it (sync), in the background
   (async) and with the copy hidden too (overlapped); torch's `distributed.checkpoint.async_save` saves the same state in
@@ -13,7 +14,9 @@ Three questions, each answered in interleaved rounds whose order rotates, by med
 A window of steps begins right after a save and ends right after one, so that each step carries its share of a save that
 goes on behind it. CPU seconds are the whole process's, kernel and background threads included: what a step costs where
 no core is free, and what a machine that others use can still measure. Run: `python benchmarks/training_overhead.py`;
-`--quick` tries everything at a small size.
+`--quick` tries everything at a small size. `--add --every 100 --batch-size 2` measures further intervals alone and puts
+them beside those of the file: each window between two without saves, which its ratio is against, so that the rows may
+come from different hours and sizes of a step.
 """
 
 import argparse
@@ -198,6 +201,32 @@ def rounds_of(ways: dict[str, Callable[[], Cost]], n_rounds: int, base: str) -> 
     return rows
 
 
+def between(ways: dict[str, Callable[[], Cost]], base: Callable[[], Cost], n_rounds: int) -> dict[str, dict[str, Any]]:
+    """Measure every way between two windows of `base`; ratios are against the mean of the two."""
+    found: dict[str, list[tuple[Cost, Cost]]] = {name: [] for name in ways}  # its own cost, that of its neighbours
+    names = list(ways)
+    before = base()
+    for turn in range(n_rounds):
+        for name in names[turn % len(names):] + names[:turn % len(names)]:
+            os.sync()
+            own = ways[name]()
+            os.sync()
+            after = base()
+            found[name].append((own, ((before[0] + after[0]) / 2, (before[1] + after[1]) / 2)))
+            before = after
+            wall, cpu = (a / b for a, b in zip(*found[name][-1], strict=True))
+            print(f"round {turn + 1}/{n_rounds}  {name:42} {1e3 * own[0]:10.3f} ms a step, ratio {wall:.3f}, "
+                  f"CPU {cpu:.3f}", flush=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, pairs in found.items():
+        rows[name] = {}
+        for clock, key in enumerate(("", "cpu_")):
+            own_s, ratios = [own[clock] for own, _ in pairs], [own[clock] / near[clock] for own, near in pairs]
+            rows[name] |= {f"{key}seconds_per_step": own_s, f"{key}median_s": statistics.median(own_s),
+                           f"{key}ratio": statistics.median(ratios), f"{key}ratios": ratios}
+    return rows
+
+
 def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, float]:
     """Time what the loop does in a step beside the bare loop, each alone: microseconds."""
     run = TrainingRun(config)
@@ -259,7 +288,11 @@ def measure_saving(arguments: argparse.Namespace, config: ExperimentConfig, dire
             n_steps = max(every, -(-arguments.steps // every // 2) * every)
             ways[f"{way}, every {every}"] = (
                 lambda way=way, every=every, n_steps=n_steps: saved_run(config, way, every, n_steps, directory))
-    return rounds_of(ways, arguments.rounds, "none")
+    if not arguments.add:
+        return rounds_of(ways, arguments.rounds, "none")
+    base = ways.pop("none")
+    rows = between(ways, base, arguments.rounds)
+    return {name: row | {"tokens_per_step": tokens_per_step(config)} for name, row in rows.items()}
 
 
 def measure_loop(
@@ -307,6 +340,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default as many as torch would use")
     parser.add_argument("--batch-size", type=int, default=LARGE.batch_size, help="sequences of 128 tokens in a step")
     parser.add_argument("--pieces", action="store_true", help="anew only what a step of the small size is spent on")
+    parser.add_argument("--add", action="store_true", help="only saves at --every, beside those that the file has")
     parser.add_argument("--quick", action="store_true", help="a small model in place of the one of 10M parameters")
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default temporary")
     parser.add_argument("--output", type=Path, default=RESULTS / "training_overhead.json", help="JSON file")
@@ -320,14 +354,19 @@ def main() -> None:
                  "python": platform.python_version(), "rounds": arguments.rounds, "steps": arguments.steps,
                  "loop_rounds": arguments.loop_rounds, "quick": arguments.quick}
         del run
-        found = json.loads(arguments.output.read_text()) if arguments.pieces else {}
-        found |= {"pieces_us": pieces_of_a_step(SMALL, directory)} if arguments.pieces else {
-            "about": about,
-            "loop": {"large": measure_loop(arguments, config, max(5, arguments.steps // 4), directory),
-                     "small": measure_loop(arguments, SMALL, 300, directory)},
-            "pieces_us": pieces_of_a_step(SMALL, directory),
-            "saving": measure_saving(arguments, config, directory),
-        }
+        found = json.loads(arguments.output.read_text()) if arguments.pieces or arguments.add else {}
+        if arguments.add:
+            found["saving"] |= measure_saving(arguments, config, directory)
+        elif arguments.pieces:
+            found["pieces_us"] = pieces_of_a_step(SMALL, directory)
+        else:
+            found = {
+                "about": about,
+                "loop": {"large": measure_loop(arguments, config, max(5, arguments.steps // 4), directory),
+                         "small": measure_loop(arguments, SMALL, 300, directory)},
+                "pieces_us": pieces_of_a_step(SMALL, directory),
+                "saving": measure_saving(arguments, config, directory),
+            }
     text = table(found)
     print("\n" + text)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -25,14 +25,14 @@ from .config import ExperimentConfig
 from .contract import CheckpointError
 from .equivalence import MakeRun, Proof, Verdict, prove_restart, prove_training
 
-# %% ../nbs/07b_certificate.ipynb #cell-006
+# %% ../nbs/07b_certificate.ipynb #cell-009
 def root_of(
     digests: Sequence[str],  # of the steps, in their order
 ) -> str:  # 64 hexadecimal digits
     "Fold the digests of all steps into one: the SHA-256 of a text with one digest in each line."
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
-# %% ../nbs/07b_certificate.ipynb #cell-010
+# %% ../nbs/07b_certificate.ipynb #cell-013
 def _git(folder: Path, *arguments: str) -> str | None:
     "Ask git about a folder; None where there is no git, or no repository."
     try:
@@ -56,7 +56,7 @@ def code_identity(
     return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "commit": commit,
             "dirty": None if changes is None else bool(changes)}
 
-# %% ../nbs/07b_certificate.ipynb #cell-011
+# %% ../nbs/07b_certificate.ipynb #cell-014
 def target_of(
     make_run: MakeRun,  # importable; through functools.partial with plain arguments too
 ) -> dict[str, Any]:  # JSON data
@@ -92,7 +92,7 @@ def load_target(
     arguments = dict(target.get("arguments", {}))
     return functools.partial(function, **arguments) if arguments else function
 
-# %% ../nbs/07b_certificate.ipynb #cell-015
+# %% ../nbs/07b_certificate.ipynb #cell-018
 FORMAT = "fttl restart certificate"
 SCHEMA_VERSION = 1
 
@@ -133,7 +133,7 @@ def claims_of(
             "left_out": {one.participant: one.outcome for one in proof.knockouts},
             "identity": proof.facts.get("identity"), "description": proof.facts.get("description")}
 
-# %% ../nbs/07b_certificate.ipynb #cell-016
+# %% ../nbs/07b_certificate.ipynb #cell-019
 class CertificateError(CheckpointError):
     """A file is no certificate, or not one that was written by this package and left alone.
 
@@ -184,7 +184,7 @@ def read_certificate(
                                "changed after it was written; it proves nothing")
     return document
 
-# %% ../nbs/07b_certificate.ipynb #cell-023
+# %% ../nbs/07b_certificate.ipynb #cell-026
 @dataclass(frozen=True)
 class Checked:
     "What came of doing a certified proof again."
@@ -268,7 +268,7 @@ def _other_bits(certified: Sequence[str], now: Sequence[str], other_machine: boo
     reason = "as other settings of the machine make it" if other_machine else same
     return f"bits: other ones from step {step} on, {reason}"
 
-# %% ../nbs/07b_certificate.ipynb #cell-030
+# %% ../nbs/07b_certificate.ipynb #cell-033
 PAYLOAD_TYPE = "application/vnd.fttl.restart-certificate+json"
 
 
@@ -320,7 +320,7 @@ def sign_certificate(
     written.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     return written
 
-# %% ../nbs/07b_certificate.ipynb #cell-031
+# %% ../nbs/07b_certificate.ipynb #cell-034
 def verify_signature(
     path: Path | str,  # of a certificate, with its envelope beside it
     key: Path | str,  # file with the signer's Ed25519 public key, PEM

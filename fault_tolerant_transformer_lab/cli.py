@@ -7,7 +7,7 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'reduced', 'parse_arguments', 'path_from', 'whole_from', 'number_from', 'made_by', 'within', 'failure',
            'for_command_line', 'shortened', 'table', 'size', 'printable', 'is_generation', 'folder_of', 'set_aside_in',
            'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'as_json', 'warned',
-           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'check_ranks_wanted', 'launched',
+           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'with_ranks', 'check_ranks_wanted', 'launched',
            'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
            'inspection', 'Inspect', 'difference_row', 'differences_of', 'recorded_differences', 'Diff', 'new_file',
            'Export', 'Import', 'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'counted',
@@ -603,12 +603,13 @@ class Train:
         within("--threads", self.threads, 1, 1024)
         within("--resume-from", self.resume_from, 0, 2**63 - 1)
         within("--stop-after-step", self.stop_after_step, 0, 2**63 - 1)
-        check_ranks_wanted(self)
         config = configuration(self.config, self.overrides)
-        if self.nproc is not None:
-            return launched(self if self.parallel != "none" else replace(self, parallel="ddp"), config)
-        if self.parallel != "none":
-            return trained_as_rank(self, config)
+        wanted = with_ranks(self, config)
+        check_ranks_wanted(wanted)
+        if wanted.nproc is not None:
+            return launched(wanted, config)
+        if wanted.parallel != "none":
+            return trained_as_rank(wanted, config)
         from fault_tolerant_transformer_lab.training import deterministic, train
 
         with deterministic(threads=self.threads), warned() as told:
@@ -630,6 +631,17 @@ class TrainSmoke:
         return Train(config=self.config, output=self.output, overrides={}).run()
 
 # %% ../nbs/10_cli.ipynb #cell-076
+def with_ranks(
+    train: "Train",  # as typed
+    config: ExperimentConfig,  # what it trains
+) -> "Train":  # with the way in which ranks share the work, where there are ranks
+    "Fill in what is left out: elastic where the configuration has logical shards, on one rank if no number is given."
+    started = "RANK" in os.environ
+    if config.elastic.logical_shards is not None and train.parallel == "none":
+        return replace(train, parallel="elastic", nproc=train.nproc if started else train.nproc or 1)
+    return replace(train, parallel="ddp") if train.parallel == "none" and train.nproc is not None else train
+
+
 def check_ranks_wanted(
     train: "Train",  # the command
 ) -> None:
@@ -1220,8 +1232,11 @@ class Prove:
         with as_file(files("fault_tolerant_transformer_lab") / "configs" / "pydoc-cpu.json") as shipped:
             config = load_config(self.config or shipped)
         from fault_tolerant_transformer_lab.data import open_data
+        from fault_tolerant_transformer_lab.training import require_one_process
 
         open_data(config)  # data that cannot be read are bad input, and no finding of the proof's
+        if self.nproc is None:
+            require_one_process(config)
         return config
 
     def _prove(self, target: "Callable[..., Any] | ExperimentConfig") -> "Proof":
@@ -1294,7 +1309,8 @@ def prove_ranks_of(
     )
     from fault_tolerant_transformer_lab.training import deterministic
 
-    parallel = "ddp" if command.parallel == "none" else command.parallel
+    way: Literal["ddp", "elastic"] = "ddp" if config.elastic.logical_shards is None else "elastic"
+    parallel = way if command.parallel == "none" else command.parallel
     check_ranks(config, parallel, n)
     step = min(config.cadence("a proof"), config.steps)
     with deterministic(threads=command.threads):

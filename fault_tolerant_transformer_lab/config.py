@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ABSENT', 'Role', 'FIRST_RELEASE', 'IDENTITY_FIELDS', 'OPERATION_FIELDS', 'printable', 'shown', 'Problem',
            'ConfigError', 'to_plain', 'canonical_json', 'fingerprint', 'Absent', 'Drift', 'drift', 'Mark', 'Expected',
-           'StrictModel', 'FrozenConfig', 'apply_overrides', 'source_kind', 'Schedule', 'ExperimentConfig',
+           'StrictModel', 'FrozenConfig', 'apply_overrides', 'source_kind', 'Schedule', 'Elastic', 'ExperimentConfig',
            'ConfigField', 'config_fields', 'role_of', 'parse_json_object', 'load_config', 'parse_value',
            'parse_overrides', 'shipped_config']
 
@@ -469,6 +469,17 @@ class Schedule(FrozenConfig):
         return self
 
 # %% ../nbs/00_config.ipynb #cell-068
+class Elastic(FrozenConfig):
+    "Whether the bits of a run are to be the same for any number of ranks."
+
+    logical_shards: Annotated[
+        _Count | None,
+        Expected("an integer of at least 1, or null"),
+        Mark("operation", "micro-batches of a step as shards that any number of ranks may hold; null for none",
+             "ranks are environment", 12, since="0.2"),
+    ] = None
+
+# %% ../nbs/00_config.ipynb #cell-070
 class ExperimentConfig(FrozenConfig):
     "One experiment. Two configurations with one fingerprint make the same updates from the same data."
 
@@ -514,6 +525,12 @@ class ExperimentConfig(FrozenConfig):
     grad_accumulation: Annotated[
         _Count, Mark("identity", "micro-batches in a step", "decides what is summed, and in which order", 2)
     ] = 1
+    elastic: Annotated[
+        Elastic,
+        Expected("an object with the field logical_shards"),
+        Mark("operation", "bits that do not depend on the number of ranks", "ranks are environment",
+             {"logical_shards": 12}, since="0.2"),
+    ] = Elastic()
     precision: Annotated[
         Literal["fp32", "bf16"],
         Expected('"fp32" or "bf16"'),
@@ -553,13 +570,23 @@ class ExperimentConfig(FrozenConfig):
             raise _refuse("checkpoint_every", expected, shown("auto"), "write for example checkpoint_every=4")
         return self.checkpoint_every
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_shards(cls, values: Any) -> Any:
+        elastic = values.get("elastic") if isinstance(values, Mapping) else None
+        inner = elastic.describe() if isinstance(elastic, Elastic) else elastic
+        shards = inner.get("logical_shards") if isinstance(inner, Mapping) else None
+        if type(shards) is int and shards >= 1 and "grad_accumulation" not in values:
+            return {**values, "grad_accumulation": shards}
+        return values
+
     @model_validator(mode="after")
     def _check_across_fields(self) -> Self:
         if problems := list(_across_fields(self)):
             raise ConfigError.of(*problems)
         return self
 
-# %% ../nbs/00_config.ipynb #cell-070
+# %% ../nbs/00_config.ipynb #cell-072
 def _across_fields(config: ExperimentConfig) -> Iterator[Problem]:
     d_model, n_heads = config.d_model, config.n_heads
     if d_model % n_heads:
@@ -571,8 +598,12 @@ def _across_fields(config: ExperimentConfig) -> Iterator[Problem]:
     if config.tokenizer == "byte" and config.vocab_size < 257:
         expected = "at least 257, for 256 byte values and the end of a document"
         yield Problem("vocab_size", expected, shown(config.vocab_size), "write 257")
+    if config.elastic.logical_shards not in (None, config.grad_accumulation):
+        expected = f"the micro-batches of a step, grad_accumulation {config.grad_accumulation}"
+        remedy = "write the same number for both, or leave grad_accumulation out"
+        yield Problem("elastic.logical_shards", expected, shown(config.elastic.logical_shards), remedy)
 
-# %% ../nbs/00_config.ipynb #cell-074
+# %% ../nbs/00_config.ipynb #cell-076
 @dataclass(frozen=True)
 class ConfigField:
     "One field that can be set, as a table or a command line needs it."
@@ -620,7 +651,7 @@ def role_of(
 IDENTITY_FIELDS: Final = tuple(name for name in ExperimentConfig.model_fields if role_of(name) == "identity")
 OPERATION_FIELDS: Final = tuple(name for name in ExperimentConfig.model_fields if role_of(name) == "operation")
 
-# %% ../nbs/00_config.ipynb #cell-085
+# %% ../nbs/00_config.ipynb #cell-087
 _MAX_CONFIG_BYTES: Final = 1 << 20  # an experiment is a page of text; a device or a checkpoint is not
 
 
@@ -656,7 +687,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result[key] = value
     return result
 
-# %% ../nbs/00_config.ipynb #cell-086
+# %% ../nbs/00_config.ipynb #cell-088
 def load_config(
     path: str | Path,  # an experiment file: one JSON object in UTF-8
     overrides: Mapping[str, Any] | None = None,  # typed values by flat or dotted name, which win over the file
@@ -686,7 +717,7 @@ def _read(path: str | Path) -> bytes:
         raise _refuse("", f"at most {_MAX_CONFIG_BYTES} bytes", "more", "give an experiment file")
     return content
 
-# %% ../nbs/00_config.ipynb #cell-089
+# %% ../nbs/00_config.ipynb #cell-091
 def parse_value(
     name: str,  # flat or dotted name of a field
     text: str,  # as it was typed: `3e-4`, `cosine`, `none`, `0.9,0.95`, `[0.9, 0.95]`
@@ -733,7 +764,7 @@ def parse_overrides(
         result[name] = parse_value(name, text.strip())
     return result
 
-# %% ../nbs/00_config.ipynb #cell-093
+# %% ../nbs/00_config.ipynb #cell-095
 def shipped_config(
     name: str,  # "smoke", "pydoc-cpu" or "pydoc-full-state"
 ) -> Path:  # for `load_config`

@@ -216,6 +216,9 @@ def check_ranks(
     "Raise `ConfigError` for what so many ranks cannot do, before any of them is started."
     if parallel not in _RUNS:
         raise ConfigError(f"parallel: expected {', '.join(list(_RUNS)[:-1])} or {list(_RUNS)[-1]}, got {parallel!r}")
+    if config.elastic.logical_shards is not None and parallel != "elastic":
+        raise ConfigError(f"parallel: expected elastic, since the configuration has elastic.logical_shards "
+                          f"{config.elastic.logical_shards}, got {parallel!r}; set that to null, or leave parallel out")
     if config.ema_decay is not None:
         raise ConfigError("ema_decay: an average of the weights is kept by a run of one process only; leave it out")
     _RUNS[parallel].require_parts(config, size)

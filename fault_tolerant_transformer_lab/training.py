@@ -6,11 +6,12 @@
 __all__ = ['BOUNDARIES', 'OnBoundary', 'N_EVALUATION_BATCHES', 'learning_rate_at', 'tokens_per_step', 'known_row',
            'make_optimizer', 'make_average', 'deterministic', 'token_loss', 'accumulate_gradients', 'clip_gradients',
            'TrainingError', 'NonFiniteLossError', 'how_to_go_on', 'Interrupted', 'signal_name', 'chosen_device',
-           'moved', 'no_boundary', 'RunObserver', 'untouched', 'evaluation_loss', 'open_splits', 'require_finite',
-           'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile', 'RunDisk',
-           'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines', 'FolderSession',
-           'Session', 'may_go_on', 'publish_step', 'settle', 'save_step', 'append_row', 'check_resume', 'restore',
-           'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same', 'finish', 'train']
+           'moved', 'no_boundary', 'RunObserver', 'untouched', 'evaluation_loss', 'open_splits', 'require_one_process',
+           'require_finite', 'TrainingRun', 'StopRequest', 'stop_signals', 'encode_line', 'Reconciled', 'reconcile',
+           'RunDisk', 'read_regular', 'MetricsLog', 'RunResult', 'write_json', 'earlier_starts', 'due_lines',
+           'FolderSession', 'Session', 'may_go_on', 'publish_step', 'settle', 'save_step', 'append_row', 'check_resume',
+           'restore', 'open_log', 'write_manifest', 'progress_bar_of', 'advance_to', 'tells_the_same', 'finish',
+           'train']
 
 # %% ../nbs/06_training.ipynb #cell-002
 import contextlib
@@ -363,6 +364,16 @@ def open_splits(
     return splits
 
 
+def require_one_process(
+    config: ExperimentConfig,  # of a run without ranks
+) -> None:
+    "Raise `ConfigError` where logical shards are asked for, which a run without ranks does not have."
+    if config.elastic.logical_shards is not None:
+        raise ConfigError(f"elastic.logical_shards: expected null for a run without ranks, got "
+                          f"{config.elastic.logical_shards}; start it as ranks, of which one is enough: fttl train "
+                          "--nproc N, or torchrun")
+
+
 def require_finite(
     step: int,  # under way
     **measured: float,  # by name, with underscores for blanks
@@ -385,6 +396,7 @@ class TrainingRun:
         observer: RunObserver | None = None,  # told of each completed step
     ) -> None:
         "Build the run at step 0. Seeds the global generators: do it inside `deterministic`, which puts them back."
+        require_one_process(config)
         self.config, self.on_boundary, self.observer, self.device = config, on_boundary, observer, chosen_device(device)
         splits = open_splits(config)
         self.validation = splits.validation

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-COST, OVERHEAD = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
-                  for name in ("checkpoint_cost", "training_overhead"))
+COST, OVERHEAD, RANKS = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+                  for name in ("checkpoint_cost", "training_overhead", "distributed_cost"))
 RATIOS = {  # by hand: what is divided by what, and the bar
     "save": [("CheckpointStore.save", "raw buffered write + fsync + rename", 1.10),
              ("CheckpointStore.save", "torch.save + fsync + rename", 0.75)],
@@ -46,6 +46,28 @@ def test_the_recorded_headers_stay_within_what_a_tensor_may_take():
     none, million = growth["history"]
     assert (none["steps"], million["steps"]) == (0, 1_000_000)
     assert 8_000_000 <= million["file_bytes"] - none["file_bytes"] <= 10_000_000
+
+
+def test_the_recorded_growth_covers_all_sizes_and_is_linear():
+    growth = COST["growth"]
+    assert {10, 4000} <= {row["mb"] for row in growth["size"]}
+    assert {100, 100_000} <= {row["n"] for row in growth["tensors"]}
+    for rows, size in ((growth["size"], "mb"), (growth["tensors"], "n")):
+        large = [row for row in rows if row[size] >= rows[-1][size] / 10]
+        for cost in ("save_s", "verify_s"):
+            prices = [row[cost] / row[size] for row in large]
+            assert max(prices) < 3 * min(prices), (size, cost, prices)  # what grows by the square would be at ten
+    assert all(row["extra_bytes"] <= 64 << 20 for row in growth["size"])
+    assert all(row["extra_bytes"] <= 64 << 20 for row in growth["tensors"] if row["n"] <= 30_000)
+    assert growth["tensors"][-1]["header_bytes"] < 260 * 100_016 and growth["tensors"][-1]["read_manifest_s"] < 10
+
+
+def test_the_recorded_cost_of_ranks_is_whole():
+    assert list(RANKS["steps"]) == list(RANKS["saves"]["small"]) == list(RANKS["saves"]["large"]) == ["1", "2", "4"]
+    for size, row in RANKS["saves"]["large"].items():  # the parts add up to the state
+        whole = RANKS["saves"]["large"]["1"]["bytes_per_rank"]
+        assert whole <= int(size) * row["bytes_per_rank"] < 1.05 * whole
+        assert row["save_to_raw"] < RANKS["saves"]["small"][size]["save_to_raw"]
 
 
 def test_the_recorded_overhead_is_whole_and_within_its_bars():

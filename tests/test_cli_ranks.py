@@ -147,7 +147,12 @@ def test_two_hosts_of_torchrun_make_one_run_and_end_together(two_ranks: Path, tm
 
 def test_elastic_goes_on_with_fewer_ranks_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     elastic = ["train", "--config", SMOKE, "--output", tmp_path / "E", "--parallel", "elastic", *TINY]
-    assert fttl(*elastic, "--nproc", 2, "--stop-after-step", 2).returncode == 0
+    by_config = [word for word in elastic if word not in ("--parallel", "elastic")]  # the same, said by the file
+    shards = json.loads(SMOKE.read_text()) | {"elastic": {"logical_shards": 2}}
+    (tmp_path / "shards.json").write_text(json.dumps(shards))
+    by_config[by_config.index(SMOKE)] = tmp_path / "shards.json"
+    done = fttl(*by_config, "--nproc", 2, "--stop-after-step", 2)
+    assert done.returncode == 0, done.stderr
     last = fttl(*elastic, "--nproc", 1)
     assert last.returncode == 0 and "resumed from step 2" in last.stdout, last.stderr
     one = run_ranks(lambda ranks: train_rank(CONFIG, tmp_path / "one", ranks, parallel="elastic").state_digest, 1)
@@ -189,6 +194,9 @@ REFUSED = [
     (["--nproc", "3"], "grad_accumulation: expected a multiple of the 3 ranks, got 2"),
     (["--nproc", "3", "--parallel", "elastic"], "grad_accumulation: expected at least 3 logical shards"),
     (["--nproc", "2", "--ema-decay", "0.9"], "ema_decay"),
+    (["--nproc", "2", "--parallel", "ddp", "--elastic.logical-shards", "2"], "expected elastic, since"),
+    (["--nproc", "3", "--elastic.logical-shards", "2"], "expected at least 3 logical shards"),
+    (["--nproc", "2", "--elastic.logical-shards", "4"], "elastic.logical_shards: expected the micro-batches of a step"),
     (["--max-restarts", "1"], "--max-restarts: expected with --nproc"),
     (["--nproc", "2", "--max-restarts", "1", "--resume", "never"], "--resume never: expected no restarts"),
     (["--nproc", "2", "--max-restarts", "1", "--resume-from", "2"], "--resume-from 2: expected no restarts"),

@@ -21,6 +21,7 @@ from fault_tolerant_transformer_lab.config import (
     OPERATION_FIELDS,
     ConfigError,
     Drift,
+    Elastic,
     Expected,
     ExperimentConfig,
     FrozenConfig,
@@ -225,8 +226,8 @@ def test_the_smoke_file_holds_exactly_the_eleven_fields():
 def test_every_field_has_one_role():
     assert set(IDENTITY_FIELDS) | set(OPERATION_FIELDS) == set(ExperimentConfig.model_fields)
     assert not set(IDENTITY_FIELDS) & set(OPERATION_FIELDS)
-    assert OPERATION_FIELDS == ("steps", "checkpoint_every", "keep_last", "checkpoint_mode", "on_save_error",
-                                "eval_every", "log_every")
+    assert OPERATION_FIELDS == ("steps", "checkpoint_every", "elastic", "keep_last", "checkpoint_mode",
+                                "on_save_error", "eval_every", "log_every")
     assert all(field.mark.reason and field.mark.meaning for field in config_fields())
     with pytest.raises(ConfigError, match="did you mean learning_rate"):
         role_of("learning_rat")
@@ -245,6 +246,19 @@ def test_the_average_is_identity_from_the_moment_it_is_asked_for():
     by_hand = json.loads(canonical_json(config())) | {"ema_decay": 0.5}
     text = json.dumps(by_hand, sort_keys=True, separators=(",", ":"))
     assert config(ema_decay=0.5).fingerprint() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_logical_shards_are_the_micro_batches_and_no_second_identity():
+    twelve = ExperimentConfig(**SMOKE, elastic={"logical_shards": 12})
+    assert twelve.grad_accumulation == 12 and twelve.fingerprint() == config(grad_accumulation=12).fingerprint()
+    assert config().elastic.logical_shards is None and config(elastic={}).grad_accumulation == 1
+    plain = {**config().describe(), "elastic": {"logical_shards": 3}}
+    with pytest.raises(ConfigError, match=r"elastic.logical_shards: expected the micro-batches of a step, "
+                                          r"grad_accumulation 1, got 3; write the same number for both"):
+        ExperimentConfig(**plain)
+    assert ExperimentConfig(**{**plain, "grad_accumulation": 3}).elastic == Elastic(logical_shards=3)
+    del plain["grad_accumulation"]
+    assert ExperimentConfig(**{**plain, "elastic": Elastic(logical_shards=4)}).grad_accumulation == 4
 
 
 def test_a_younger_field_at_its_default_leaves_old_checkpoints_resumable():
@@ -355,6 +369,10 @@ WRONG = {
     "bytes that do not fit": ({"tokenizer": "byte"}, "vocab_size", "write 257"),
     "no room for the end": ({"tokenizer": "byte", "vocab_size": 256}, "vocab_size", "write 257"),
     "cosine without a horizon": ({"schedule": {"kind": "cosine"}}, "schedule.horizon", "got null"),
+    "no logical shard": ({"elastic": {"logical_shards": 0}}, "elastic.logical_shards", "at least 1, or null"),
+    "logical shards as text": ({"elastic": {"logical_shards": "4"}}, "elastic.logical_shards", 'got "4"'),
+    "unknown in elastic": ({"elastic": {"shards": 4}}, "elastic.shards", "did you mean logical_shards?"),
+    "elastic as a number": ({"elastic": 4}, "elastic", "an object"),
     "horizon inside the warm-up": (
         {"schedule": {"kind": "cosine", "warmup_steps": 9, "horizon": 9}}, "schedule.horizon", "than the warm-up of 9",
     ),

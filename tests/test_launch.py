@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from fault_tolerant_transformer_lab.config import ConfigError, load_config, shipped_config
 from fault_tolerant_transformer_lab.contract import CheckpointError, Progress, RandomGenerators
 from fault_tolerant_transformer_lab.distributed import LocalShards, RankContract, RankFailure, Ranks, run_ranks
+from fault_tolerant_transformer_lab.elastic import ElasticRun
 from fault_tolerant_transformer_lab.equivalence import ProofError
 from fault_tolerant_transformer_lab.launch import (
     LOST_A_PEER,
@@ -38,6 +39,7 @@ from fault_tolerant_transformer_lab.launch import (
 )
 from fault_tolerant_transformer_lab.publication import Disk
 from fault_tolerant_transformer_lab.sharded import TOLD_BY, read_generation
+from fault_tolerant_transformer_lab.training import TrainingRun, deterministic
 
 TINY = load_config(shipped_config("smoke")).replace(
     grad_accumulation=2, batch_size=1, n_layers=1, d_model=8, n_heads=1, steps=4, checkpoint_every=2)
@@ -87,6 +89,13 @@ def test_what_ranks_cannot_do_is_refused():
         build_run(TINY, Ranks(0, 1), "tp")
     with pytest.raises(ConfigError, match="ema_decay"):
         build_run(TINY.replace(ema_decay=0.9), Ranks(0, 1), "ddp")
+    shards = TINY.replace(elastic={"logical_shards": TINY.grad_accumulation})
+    with pytest.raises(ConfigError, match="parallel: expected elastic, since the configuration has .* got 'fsdp'"):
+        build_run(shards, Ranks(0, 1), "fsdp")
+    with deterministic(threads=1):
+        assert isinstance(build_run(shards, Ranks(0, 1), "elastic"), ElasticRun)
+        with pytest.raises(ConfigError, match="elastic.logical_shards: expected null for a run without ranks"):
+            TrainingRun(shards)
     with pytest.raises(ConfigError, match="nproc: expected 1 or more ranks, got 0"):
         launch([], 0)
 
