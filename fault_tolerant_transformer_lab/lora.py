@@ -400,7 +400,7 @@ def base_digest(
     tensors = {name: tensor.detach() for name, tensor in saved.items() if not _is_adapters(name, layers)}
     return state_digest(Snapshot(0, None, {"base": tensors}, {}, {}, {}, ()))
 
-
+# %% ../nbs/09_lora.ipynb #cell-063
 class AdapterState(nn.Module):
     "What changes while a base is frozen, as a participant: adapters, all else that is trainable, and saved buffers."
 
@@ -487,7 +487,7 @@ class AdapterState(nn.Module):
         self._seen = None  # torch does not count what is written through `.data`
         self._require_told()
 
-# %% ../nbs/09_lora.ipynb #cell-065
+# %% ../nbs/09_lora.ipynb #cell-067
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
 
@@ -525,7 +525,7 @@ def tuning_run(
     "Make a `TuningRun` for `prove_restart`: `functools.partial(tuning_run, config=..., lora=...)`."
     return TuningRun(config, lora)
 
-# %% ../nbs/09_lora.ipynb #cell-074
+# %% ../nbs/09_lora.ipynb #cell-076
 _GPT2_MODULES = {
     "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head",
@@ -565,7 +565,7 @@ def gpt2_state(
             state[f"{gpt2_name(module)}.{last}"] = tensor.t().contiguous() if is_conv1d else tensor
     return state
 
-# %% ../nbs/09_lora.ipynb #cell-076
+# %% ../nbs/09_lora.ipynb #cell-078
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # What these say otherwise would make another function of the same tensors.
 _PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
@@ -596,7 +596,7 @@ def _renamer(layout: Layout) -> Callable[[str], str]:
         raise LoraError(f"layout: expected lab or gpt2, got {shown(layout)}")
     return gpt2_name if layout == "gpt2" else str
 
-# %% ../nbs/09_lora.ipynb #cell-077
+# %% ../nbs/09_lora.ipynb #cell-079
 def peft_files(
     model: nn.Module,  # with adapters, all of one rank and alpha
     *,
@@ -640,7 +640,7 @@ def export_peft(
     for name, data in peft_files(model, layout=layout, base=base).items():
         write_atomically(Path(directory) / name, data)
 
-# %% ../nbs/09_lora.ipynb #cell-080
+# %% ../nbs/09_lora.ipynb #cell-082
 def _is_number(value: object) -> TypeGuard[int | float]:
     "Whether a value out of JSON is a number; true is none."
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -681,7 +681,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
                         f"this model has, got {shown(', '.join(odd[:3]) or 'nothing')}; check layout and base model")
     return {known[layer]: layer for layer in sorted(wanted)}
 
-# %% ../nbs/09_lora.ipynb #cell-081
+# %% ../nbs/09_lora.ipynb #cell-084
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
     found = [read_regular(directory / name) or b"" for name in _PEFT_FILES]
@@ -729,7 +729,7 @@ def _warn_of_rounding(model: nn.Module, layers: Mapping[str, str], tensors: Mapp
                       "an adapter has the type of its layer: it computes otherwise than where it was trained; convert "
                       "the base to the adapters' type first to keep them", stacklevel=3)
 
-# %% ../nbs/09_lora.ipynb #cell-082
+# %% ../nbs/09_lora.ipynb #cell-085
 def import_peft(
     model: nn.Module,  # the base, without adapters; changed in place
     directory: Path | str,  # with the two files that PEFT writes
@@ -757,7 +757,7 @@ def import_peft(
             layer.lora_B.copy_(tensors[f"{layers[name]}.lora_B.weight"])
     return config
 
-# %% ../nbs/09_lora.ipynb #cell-087
+# %% ../nbs/09_lora.ipynb #cell-090
 @dataclass(frozen=True)
 class Arm:
     "One arm of the comparison, at its end."
@@ -786,7 +786,7 @@ class Arm:
         return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1],
                         "tensor_bytes": self.tensor_bytes}
 
-# %% ../nbs/09_lora.ipynb #cell-088
+# %% ../nbs/09_lora.ipynb #cell-092
 @dataclass(frozen=True)
 class TuningComparison:
     "Full tuning and adapters from one start: what was trained, what it cost, and where it ended."
@@ -825,7 +825,7 @@ class TuningComparison:
         shared = f"shared start: base {start.base_digest[:12]}, batches {start.batch_digest[:12]}"
         return "\n".join([*lines, shared])
 
-# %% ../nbs/09_lora.ipynb #cell-089
+# %% ../nbs/09_lora.ipynb #cell-094
 class TuningInterrupted(Interrupted):
     """A signal asked a comparison to stop; the arm under way has saved what was completed.
 
@@ -836,7 +836,7 @@ class TuningInterrupted(Interrupted):
         return (f"{signal_name(self.signal)} after step {self.step} of an arm: {saved}; repeat it with the same folder "
                 "to go on")
 
-# %% ../nbs/09_lora.ipynb #cell-091
+# %% ../nbs/09_lora.ipynb #cell-096
 class _Clock:
     "The time that went into an arm up to a saved step, over all calls; steps that were lost are not in it."
 
@@ -863,7 +863,7 @@ class _Clock:
             write_atomically(self.path, json.dumps({"step": step, "seconds": self.spent}).encode())
         self.since = time.perf_counter()
 
-# %% ../nbs/09_lora.ipynb #cell-092
+# %% ../nbs/09_lora.ipynb #cell-098
 def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest, clock: _Clock) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
     steps, saved, every = run.config.steps, run.progress.step, run.config.cadence("a comparison")
@@ -903,7 +903,7 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         steps_done=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
         batch_digest=run.progress.batch_digest, state_digest=manifest.state_digest)
 
-# %% ../nbs/09_lora.ipynb #cell-093
+# %% ../nbs/09_lora.ipynb #cell-100
 @contextmanager
 def _folder_for(directory: Path | str | None) -> Iterator[Path]:
     "The given folder, or one that is gone afterwards."
@@ -943,7 +943,7 @@ def _require_shared_start(arms: Mapping[str, Arm]) -> None:
         raise TrainingError(f"loss of the first step: expected the same for both arms, got {shown(first)}; an adapter "
                             "must change nothing before the first update")
 
-# %% ../nbs/09_lora.ipynb #cell-094
+# %% ../nbs/09_lora.ipynb #cell-101
 def compare_tuning(
     config: ExperimentConfig,  # model, data, seed and optimizer of both arms
     *,
