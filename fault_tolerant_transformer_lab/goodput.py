@@ -419,7 +419,7 @@ def tolerable_intervals(
 
     return edge(optimal, optimal * 1e-6), edge(optimal, optimal * 1e6)
 
-# %% ../nbs/12_goodput.ipynb #cell-069
+# %% ../nbs/12_goodput.ipynb #cell-070
 def plan(
     costs: Costs,  # what saving and failing cost
     mtbf: float,  # seconds from a restart to the next failure of the whole job
@@ -449,7 +449,7 @@ def plan(
                   "availability 2024": availability_interval(costs.stall, mtbf, costs.recovery)},
         notes=_notes(costs, mtbf, chosen, optimal, shares["useful"]))
 
-# %% ../nbs/12_goodput.ipynb #cell-070
+# %% ../nbs/12_goodput.ipynb #cell-072
 def describe_plan(
     made: Plan,  # from `plan`
 ) -> str:  # lines of text
@@ -472,7 +472,7 @@ def describe_plan(
                      f"{'no stall, no answer' if reached is None else f'{reached:.1%}'}")
     return "\n".join([*lines, *(f"note: {note}" for note in made.notes)])
 
-# %% ../nbs/12_goodput.ipynb #cell-077
+# %% ../nbs/12_goodput.ipynb #cell-079
 def costs_of_benchmark(
     path: Path | str,  # a JSON result of `benchmarks/checkpoint_cost.py`
     *,
@@ -511,7 +511,7 @@ def costs_of_account(
     return Costs(stall=stall, commit_delay=commit_delay, restart=restart,
                  restore=account.seconds["restoring"] / restores if restores else 0.0)
 
-# %% ../nbs/12_goodput.ipynb #cell-084
+# %% ../nbs/12_goodput.ipynb #cell-086
 def plan_of_account(
     account: Account,  # of a run with steps and at least one save
     *,
@@ -525,7 +525,7 @@ def plan_of_account(
     return plan(costs, estimated_mtbf(account, prior=prior_mtbf) if mtbf is None else mtbf,
                 step_seconds=step_seconds_of(account), interval=interval)
 
-# %% ../nbs/12_goodput.ipynb #cell-088
+# %% ../nbs/12_goodput.ipynb #cell-091
 ACCELERATOR_MTBF = 54 * 86_400 * 16_384 / 419  # seconds; Llama 3 (arXiv 2407.21783): 419 of 16,384 GPUs in 54 days
 
 
