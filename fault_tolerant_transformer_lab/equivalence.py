@@ -324,7 +324,7 @@ class ExampleRun:
             return inputs
         return inputs + 0.1 * torch.randn(inputs.shape, generator=self.noise)
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-032
 def example_run(
     directory: Path,  # not used: this run writes nothing of its own
     fault: str = "",  # one of `FAULTS`
@@ -332,7 +332,7 @@ def example_run(
     "Make an `ExampleRun`; with `functools.partial(example_run, fault=...)`, one with a fault planted."
     return ExampleRun(fault)
 
-# %% ../nbs/07_equivalence.ipynb #cell-035
+# %% ../nbs/07_equivalence.ipynb #cell-036
 @dataclass(frozen=True)
 class Attempt:
     "One process' share of a run: from its start or resume to its interruption or its end."
@@ -347,7 +347,7 @@ class Attempt:
     horizon: int | None = None  # steps after which the attempt ends; None: no such end
     snapshots: bool = False  # keep a copy of the run's folder after each publication
 
-# %% ../nbs/07_equivalence.ipynb #cell-036
+# %% ../nbs/07_equivalence.ipynb #cell-037
 def state_lines(
     contract: Contract,  # whose participants are read; nothing is changed
 ) -> dict[str, str]:  # by path, such as "model.head.weight"; in the order of computation
@@ -374,7 +374,7 @@ def _computation_order(
         return 0 if isinstance(part, nn.Module) else 1 if isinstance(part, torch.optim.Optimizer) else 2
     return sorted(contract.participants, key=rank)
 
-# %% ../nbs/07_equivalence.ipynb #cell-041
+# %% ../nbs/07_equivalence.ipynb #cell-042
 class Trace:
     "The file into which an attempt writes what it sees, a JSON object in each line."
 
@@ -421,7 +421,7 @@ def _facts(contract: Contract, tree: dict[str, Any]) -> dict[str, object]:
     generators = {format_path(path): leaf_text(leaf) for path, leaf in walk(RandomGenerators().state_dict())}
     return {"state": _lines_of(contract, tree), "batch": batches[0] if batches else None, "generators": generators}
 
-# %% ../nbs/07_equivalence.ipynb #cell-043
+# %% ../nbs/07_equivalence.ipynb #cell-044
 def _strike(trace: Trace, stop: Interruption) -> None:
     "Note the place, then signal this very process. Returns only after SIGTERM, which asks and does not force."
     trace.write("struck", at=str(stop))
@@ -430,7 +430,7 @@ def _strike(trace: Trace, stop: Interruption) -> None:
     if number == signal.SIGKILL:
         signal.pause()  # the signal is on its way; nothing more is done
 
-# %% ../nbs/07_equivalence.ipynb #cell-044
+# %% ../nbs/07_equivalence.ipynb #cell-046
 class _Here(threading.local):
     "Where a thread is: a save in the background has a step of its own, while the run goes on to the next."
 
@@ -439,7 +439,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}  # disk operations of this step by kind
 
-# %% ../nbs/07_equivalence.ipynb #cell-045
+# %% ../nbs/07_equivalence.ipynb #cell-047
 class Witness:
     "Stands in a run's process: writes down what it sees, and stops the run where it was told to."
 
@@ -532,7 +532,7 @@ class Witness:
         if self.attempt.stop == here:
             _strike(self.trace, here)
 
-# %% ../nbs/07_equivalence.ipynb #cell-046
+# %% ../nbs/07_equivalence.ipynb #cell-049
 class WatchedDisk(Disk):
     "The real disk, with a witness called before and after each operation."
 
@@ -574,7 +574,7 @@ def _write_state(
             file.seek(offset)
             file.write(chunk)
 
-# %% ../nbs/07_equivalence.ipynb #cell-048
+# %% ../nbs/07_equivalence.ipynb #cell-051
 class Driver(Protocol):
     "Starts or resumes one kind of run in this very process; must be picklable to be used in a child process."
 
@@ -582,7 +582,7 @@ class Driver(Protocol):
         "Run until the attempt's interruption or the end, calling the witness at each boundary."
         ...
 
-# %% ../nbs/07_equivalence.ipynb #cell-049
+# %% ../nbs/07_equivalence.ipynb #cell-052
 def _checked_run(
     run: object,  # what `make_run` returned
 ) -> RestartableRun:
@@ -604,7 +604,7 @@ def _restored_step(
     counted = contract.step  # not the file's step where the progress itself was left out
     return restored.step if counted is None else counted
 
-# %% ../nbs/07_equivalence.ipynb #cell-050
+# %% ../nbs/07_equivalence.ipynb #cell-053
 @dataclass(frozen=True)
 class ContractDriver:
     "Drives any `RestartableRun` through a `CheckpointStore`."
@@ -660,7 +660,7 @@ def _require_counted(contract: Contract, step: int) -> None:
             raise ContractError(f"advance() did one step, from {step - 1} to {step}, but progress counts {part.step}: "
                                 "call progress.record(...) in advance(), once for each step")
 
-# %% ../nbs/07_equivalence.ipynb #cell-052
+# %% ../nbs/07_equivalence.ipynb #cell-055
 @dataclass(frozen=True)
 class TrainingDriver:
     "Drives this lab's `train`: the real loop with its metrics log, its saves and its signal handling."
@@ -681,7 +681,7 @@ class TrainingDriver:
                     raise
                 witness.trace.write("stopped", signal=stopped.signal)
 
-# %% ../nbs/07_equivalence.ipynb #cell-053
+# %% ../nbs/07_equivalence.ipynb #cell-056
 @contextmanager
 def _dropping(
     names: Sequence[str],  # participants; none changes nothing
@@ -721,7 +721,7 @@ def _restores_watched(
     finally:
         setattr(Contract, "restore", original)  # noqa: B010
 
-# %% ../nbs/07_equivalence.ipynb #cell-055
+# %% ../nbs/07_equivalence.ipynb #cell-058
 @dataclass(frozen=True)
 class Ended:
     "How one attempt ended, and what its witness wrote."
@@ -756,7 +756,7 @@ def _attempt_here(
         witness.close()
     return True
 
-# %% ../nbs/07_equivalence.ipynb #cell-057
+# %% ../nbs/07_equivalence.ipynb #cell-060
 def _attempt_in_child(
     driver: Driver,  # what to run
     attempt: Attempt,  # which part of it
@@ -779,7 +779,7 @@ def _die_with_parent() -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-061
 def _seeds() -> tuple[object, ...]:
     "What tells whether somebody has seeded Python's, NumPy's, torch's global generator; nothing is drawn."
     return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), torch.initial_seed()
@@ -796,7 +796,7 @@ def _unseed(python: bool = True, numpy: bool = True, torchs: bool = True) -> Non
         if wished:
             seed()
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-062
 @contextmanager
 def like_a_fresh_process() -> Iterator[None]:
     "Give the global generators the states that a new process has, and put them and the thread count back after."
@@ -808,7 +808,7 @@ def like_a_fresh_process() -> Iterator[None]:
         RandomGenerators().load_state_dict(generators)
         torch.set_num_threads(threads)
 
-# %% ../nbs/07_equivalence.ipynb #cell-058
+# %% ../nbs/07_equivalence.ipynb #cell-064
 # torch.optim imports torch._dynamo on first use, which takes a second: once in the server, not once in each child.
 _PRELOADED = ("fault_tolerant_transformer_lab.equivalence", "torch._dynamo")
 
@@ -838,7 +838,7 @@ def _check_picklable(
         raise TypeError(f"make_run: expected something that can be sent to a child process, got {name} "
                         f"({type(error).__name__}); {remedy}") from error
 
-# %% ../nbs/07_equivalence.ipynb #cell-059
+# %% ../nbs/07_equivalence.ipynb #cell-065
 class _Child:
     "A process that runs one attempt. Only one thread may start and reap: two would race for the exit status."
 
@@ -879,7 +879,7 @@ def _run_here(driver: Driver, attempt: Attempt) -> Ended:
         fine = _attempt_here(driver, attempt)
     return Ended(0 if fine else 1, read_trace(attempt.trace))
 
-# %% ../nbs/07_equivalence.ipynb #cell-061
+# %% ../nbs/07_equivalence.ipynb #cell-067
 _Path: TypeAlias = Generator[Attempt, Ended, Any]
 
 
@@ -890,7 +890,7 @@ def _following(path: _Path, ended: Ended | None) -> Any:
     except StopIteration as stop:
         return stop.value
 
-# %% ../nbs/07_equivalence.ipynb #cell-062
+# %% ../nbs/07_equivalence.ipynb #cell-068
 @dataclass
 class Bench:
     "Runs attempts, each in a fresh process, forked from a server that has imported torch and computed nothing."
@@ -938,7 +938,7 @@ class Bench:
                 child.kill()
         return [results[index] for index in range(len(paths))]
 
-# %% ../nbs/07_equivalence.ipynb #cell-063
+# %% ../nbs/07_equivalence.ipynb #cell-070
 @dataclass(frozen=True)
 class Route:
     "A run as it is planned: where it is interrupted, and what is left out at the resume."
@@ -952,7 +952,7 @@ class Route:
     horizon: int | None = None  # steps of the last attempt; None runs to the end
     snapshots: bool = False  # keep the folder as it is after each publication
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-071
 @dataclass(frozen=True)
 class Trail:
     "A run as it went."
@@ -1004,7 +1004,7 @@ class Trail:
                     published = max(published, line["step"])
         return lost
 
-# %% ../nbs/07_equivalence.ipynb #cell-065
+# %% ../nbs/07_equivalence.ipynb #cell-073
 def follow(
     route: Route,  # what to do
     workspace: Path,  # a folder for all routes
@@ -1033,7 +1033,7 @@ def follow(
             return Trail(route, folder, done, problem, exercised)
     return Trail(route, folder, done)
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-074
 def _until(
     direct: Trail,  # uninterrupted
     step: int,  # published by it
@@ -1043,7 +1043,7 @@ def _until(
     end = next(number for number, line in enumerate(trace) if (line["event"], line["step"]) == ("published", step))
     return Ended(0, trace[:end + 1])
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-075
 def _judge(
     ended: Ended,  # an attempt
     stop: Interruption | None,  # where it was to be stopped
@@ -1064,7 +1064,7 @@ def _judge(
         return False, f"{stop}: the run did not stop at SIGTERM" if struck else f"{stop} was never reached"
     return (True, "") if ended.exitcode == 0 else (True, f"the process died with exit status {ended.exitcode}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-075
+# %% ../nbs/07_equivalence.ipynb #cell-085
 _MOST_TOLD = 200  # paths of one step that a report lists
 
 
@@ -1097,7 +1097,7 @@ class Divergence:
         size = f" ({', '.join(values)})" if values else ""
         return f"{when}: {self.where}{size}; suspect {self.suspect}"
 
-# %% ../nbs/07_equivalence.ipynb #cell-076
+# %% ../nbs/07_equivalence.ipynb #cell-087
 def records(
     ended: Ended,  # an attempt
 ) -> Iterator[Record]:  # of its start and of each step, each with the whole of what is undeclared
@@ -1154,7 +1154,7 @@ def _evidence(
     return told | {"differing": list(found[:_MOST_TOLD]), "n_differing": len(found),
                    "compared": len(line.get("state", {}))}
 
-# %% ../nbs/07_equivalence.ipynb #cell-078
+# %% ../nbs/07_equivalence.ipynb #cell-089
 def forgotten(
     reference: dict[int, Record],  # the uninterrupted run by step
     trail: Trail,  # a resumed one
@@ -1176,7 +1176,7 @@ def forgotten(
             found |= dict.fromkeys(f"generator {name}" for name in lost)
     return list(found)
 
-# %% ../nbs/07_equivalence.ipynb #cell-080
+# %% ../nbs/07_equivalence.ipynb #cell-091
 def final_checkpoint(
     trail: Trail,  # of a run that ended
 ) -> Path | None:  # None where nothing was published
@@ -1223,7 +1223,7 @@ def _measured(
             return replace(found, max_abs=difference.max_abs, max_ulp=difference.max_ulp, share=difference.share)
     return found
 
-# %% ../nbs/07_equivalence.ipynb #cell-088
+# %% ../nbs/07_equivalence.ipynb #cell-099
 @dataclass(frozen=True)
 class Wishes:
     "What to interrupt and how; the arguments that `prove_restart` and `prove_training` share."
@@ -1241,7 +1241,7 @@ class Wishes:
     expendable: Sequence[str] = ()  # paths of undeclared state, and participants, that may be lost
     besides: Sequence[Interruption] = ()  # single ones, at whatever step
 
-# %% ../nbs/07_equivalence.ipynb #cell-089
+# %% ../nbs/07_equivalence.ipynb #cell-100
 def _chosen_steps(
     interrupt_at: str | Iterable[int],  # "every", or steps counted from 1
     steps: int,  # length of the run
@@ -1279,7 +1279,7 @@ def _chosen_boundaries(
         raise ValueError(f"boundaries: expected some of {', '.join(PLACES)}, got {', '.join(map(repr, wrong))}")
     return wished
 
-# %% ../nbs/07_equivalence.ipynb #cell-092
+# %% ../nbs/07_equivalence.ipynb #cell-103
 def disk_interruptions(
     direct: Trail,  # an uninterrupted run, whose disk operations are on record
     steps: Sequence[int],  # whose saves may be interrupted
@@ -1295,7 +1295,7 @@ def disk_interruptions(
                   for moment in ("before", "after")]
     return found
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-105
 def chains(
     firsts: Sequence[Interruption],  # where runs are interrupted once
     wishes: Wishes,  # whose `resumes` above 1 asks for chains
@@ -1319,7 +1319,7 @@ def chains(
             found[way, step] = tuple(links)
     return list(found.values())
 
-# %% ../nbs/07_equivalence.ipynb #cell-093
+# %% ../nbs/07_equivalence.ipynb #cell-107
 def recovery(
     saved: set[int],  # steps after which the run publishes
     steps: int,  # length of the run
@@ -1334,7 +1334,7 @@ def recovery(
     middle = at[(len(at) - 1) // 2]
     return [(Interruption(middle, "after_publication"), *(Interruption(middle, name) for name in wished))]
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-108
 def plan(
     direct: Trail,  # an uninterrupted run
     steps: int,  # its length
@@ -1364,7 +1364,7 @@ def plan(
     return [_route(direct, f"recovered-{number:03d}", several, wishes.horizon)
             for number, several in enumerate(wishes.points or stops, start=1)]
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-109
 def _route(
     direct: Trail,  # an uninterrupted run
     name: str,  # a folder's name
@@ -1380,7 +1380,7 @@ def _route(
     shared = there and (first.how != "clean" or there[0] == first.step)
     return Route(name, stops, drop, after=there[0] if shared else 0, horizon=horizon)
 
-# %% ../nbs/07_equivalence.ipynb #cell-097
+# %% ../nbs/07_equivalence.ipynb #cell-113
 @dataclass(frozen=True)
 class Row:
     "One recovered run against the uninterrupted one."
@@ -1428,7 +1428,7 @@ def _columns(
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)
 
-# %% ../nbs/07_equivalence.ipynb #cell-098
+# %% ../nbs/07_equivalence.ipynb #cell-115
 @dataclass(frozen=True)
 class Proof:
     "What was compared and what was found. `raise_if_different` turns anything but equivalence into an error."
@@ -1492,7 +1492,7 @@ class Proof:
                  "not_exercised": list(self.not_exercised), **self.facts}
         return json.dumps(plain, indent=2, allow_nan=False)
 
-# %% ../nbs/07_equivalence.ipynb #cell-099
+# %% ../nbs/07_equivalence.ipynb #cell-117
 def _places(stops: Sequence[Interruption]) -> str:
     "Name the places of a chain, the boundary once where it is the same at each step."
     if len(stops) > 1 and len({stop.boundary for stop in stops}) == 1:
@@ -1538,7 +1538,7 @@ def _compare(direct: Trail, trail: Trail, steps: int) -> Row:
     divergence = seen[0] if seen else final_divergence(direct, trail) if whole else None
     return replace(row, outcome="different", divergence=divergence) if divergence else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-100
+# %% ../nbs/07_equivalence.ipynb #cell-119
 @dataclass
 class Prover:
     "The engine: runs, interrupts, resumes and compares one kind of run."
@@ -1600,7 +1600,7 @@ class Prover:
         if not self.keep:
             shutil.rmtree(trail.folder)
 
-# %% ../nbs/07_equivalence.ipynb #cell-102
+# %% ../nbs/07_equivalence.ipynb #cell-121
 def uninterrupted(
     prover: Prover,  # with an empty workspace
 ) -> tuple[Trail, Row]:  # the first run, and what the second one says of it
@@ -1644,7 +1644,7 @@ def measure(
     dumps = [dump for trail in trails for dump in sorted(trail.folder.glob("*.safetensors"))]
     return replace(row, divergence=_measured(row.divergence, *dumps)) if len(dumps) == 2 else row
 
-# %% ../nbs/07_equivalence.ipynb #cell-104
+# %% ../nbs/07_equivalence.ipynb #cell-123
 def _participant_kind(
     reference: dict[int, Record],  # an uninterrupted run by step
     path: str,  # of a leaf
@@ -1685,7 +1685,7 @@ def _learns(
     return not names or any(record["state"][path] != reference[0]["state"][path]
                             for record in reference.values() for path in names if path in record["state"])
 
-# %% ../nbs/07_equivalence.ipynb #cell-105
+# %% ../nbs/07_equivalence.ipynb #cell-125
 def _weigh(
     rows: Sequence[Row],  # of recovered runs
     knockouts: Sequence[Knockout],  # may be empty
@@ -1737,7 +1737,7 @@ def _weigh(
     told = f"all {len(rows)} recovered runs ({', '.join(filter(None, parts))}) are bitwise equal to the direct run"
     return Verdict.EQUIVALENT, told + (f"; not exercised: {', '.join(silent)}" if silent else "")
 
-# %% ../nbs/07_equivalence.ipynb #cell-106
+# %% ../nbs/07_equivalence.ipynb #cell-126
 def _knock_outs(
     direct: Trail,  # uninterrupted
     steps: int,  # its length
@@ -1762,7 +1762,7 @@ def _of_participant(
     "Pick the lines of one participant out of a record."
     return {path: text for path, text in record["state"].items() if participant_of(path) == name}
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-128
 def prove(
     prover: Prover,  # with an empty workspace
     wishes: Wishes,  # what to interrupt
@@ -1806,7 +1806,7 @@ def _losses(trail: Trail) -> dict[int, float]:
     lines = (line for ended in trail.attempts for line in ended.events("step"))
     return {line["step"]: float.fromhex(line["loss"]) for line in lines}
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-130
 def cost(
     prover: Prover,  # after its runs
     bound: float,  # what the proof itself, without what was left out and measured, may cost
@@ -1847,7 +1847,7 @@ def _most_steps(
 
 _BEFORE_UPDATE = ("before_forward", "in_accumulation", "after_backward")  # a step killed there was not done
 
-# %% ../nbs/07_equivalence.ipynb #cell-107
+# %% ../nbs/07_equivalence.ipynb #cell-132
 def _compared(begun: Record) -> dict[str, int]:
     "Count the tensors and values of each participant that were compared after every step."
     names = [participant_of(path) for path in begun.get("state", {})]
@@ -1879,7 +1879,7 @@ def _told_of(
             "description": begun[0].get("description") if begun else None,
             "environment": begun[0]["environment"] if begun else None}
 
-# %% ../nbs/07_equivalence.ipynb #cell-108
+# %% ../nbs/07_equivalence.ipynb #cell-134
 @contextmanager
 def workspace_for(
     directory: Path | str | None,  # None makes one and removes it
@@ -1898,7 +1898,7 @@ def workspace_for(
         raise FileExistsError(f"{path}: expected an empty or a new folder for the proof's runs, got one with files")
     yield path
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-135
 def prove_restart(
     make_run: MakeRun,  # called in a fresh process with the run's folder; seeds what it uses
     *,
@@ -1939,7 +1939,7 @@ def prove_restart(
         prover = Prover(bench, workspace, steps, threads, directory is not None, asked=asked)
         return prove(prover, wishes, progress_bar)
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-136
 _RESTART_WAYS = ("clean", "sigkill")
 
 
@@ -1969,7 +1969,7 @@ def _check_numbers(**numbers: int) -> None:
     if min(numbers.values()) < 1:
         raise ValueError(f"{', '.join(numbers)}: expected at least 1, got {', '.join(map(str, numbers.values()))}")
 
-# %% ../nbs/07_equivalence.ipynb #cell-110
+# %% ../nbs/07_equivalence.ipynb #cell-138
 def _middle_steps(
     steps: int,  # length of the run
     save_every: int,  # steps between its checkpoints
@@ -2007,14 +2007,14 @@ def telling_places(
     stops = [Interruption(step, _AT_BOUNDARY["clean"], "clean") for step in splits if step < config.steps]
     return list(dict.fromkeys([*stops, *(Interruption(step, boundary) for step, boundary in kills)]))
 
-# %% ../nbs/07_equivalence.ipynb #cell-113
+# %% ../nbs/07_equivalence.ipynb #cell-142
 def _unused_by(
     config: ExperimentConfig,  # of a run
 ) -> tuple[str, ...]:  # names of participants
     "Name what a configuration says that no step uses: without dropout nothing draws after the start."
     return () if config.dropout else ("rng",)
 
-
+# %% ../nbs/07_equivalence.ipynb #cell-143
 def prove_training(
     config: ExperimentConfig,  # what to train
     directory: Path | str | None = None,  # keeps all runs here; None uses a temporary folder
