@@ -66,7 +66,7 @@ class Mutation:
     shift: Literal[-1, 0, 1] = 0  # take them from this many checkpoints on; 0 changes them in place
     change: Callable[[Contract, list[str]], None] | None = None  # in place: given contract and participants' names
 
-# %% ../nbs/07e_mutations.ipynb #cell-007
+# %% ../nbs/07e_mutations.ipynb #cell-008
 def _flip_a_bit(contract: Contract, names: list[str]) -> None:
     "Flip the lowest bit of the mantissa of one element, the largest: in a small one an update may round it away again."
     module = contract.participants[names[0]]
@@ -106,7 +106,7 @@ def _rate_of_next(contract: Contract, names: list[str]) -> None:
         for group in contract.participants[name].param_groups:
             group["lr"] = group["lr"] * 0.5
 
-# %% ../nbs/07e_mutations.ipynb #cell-008
+# %% ../nbs/07e_mutations.ipynb #cell-010
 MUTATIONS = (
     Mutation("stale optimizer", "optimizer", -1),
     Mutation("repeated batch", "other", -1),
@@ -119,7 +119,7 @@ MUTATIONS = (
     Mutation("stale loss history", "progress", 0, _stale_history),
 )
 
-# %% ../nbs/07e_mutations.ipynb #cell-009
+# %% ../nbs/07e_mutations.ipynb #cell-012
 @dataclass(frozen=True)
 class MutatingDriver(ContractDriver):
     "Drives a run, and plants a fault into it after a resume, before the first step."
@@ -153,7 +153,7 @@ class MutatingDriver(ContractDriver):
             with open_checkpoint(path) as saved:
                 contract.restore(saved, only=names)
 
-# %% ../nbs/07e_mutations.ipynb #cell-011
+# %% ../nbs/07e_mutations.ipynb #cell-014
 @dataclass(frozen=True)
 class Mutant:
     "What became of one planted fault."
@@ -197,7 +197,7 @@ def _outcome(planted: bool, changed_end: bool, row: Row) -> _Outcome:
         return "caught"
     return "missed" if changed_end or row.outcome != "equal" else "no effect"
 
-# %% ../nbs/07e_mutations.ipynb #cell-012
+# %% ../nbs/07e_mutations.ipynb #cell-016
 def mutants_of(
     make_run: MakeRun,  # of a sound run; called in this process
     *,
@@ -218,7 +218,7 @@ def mutants_of(
                 found.append(_mutant(sound, direct, mutation, place, number))
     return found
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-017
 def _mutant(sound: Prover, direct: Trail, mutation: Mutation, at: int, number: int) -> Mutant:
     "Plant one fault at one place."
     driver = sound.bench.driver
@@ -234,7 +234,7 @@ def _mutant(sound: Prover, direct: Trail, mutation: Mutation, at: int, number: i
     changed = ends[1] is None or not same_tensors(*(end for end in ends if end is not None))
     return Mutant(mutation.name, at, _outcome(planted, changed, row), row.result if row.divergence else row.detail)
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-018
 def detection_rate(
     mutants: list[Mutant],  # from `mutants_of`
 ) -> float | None:  # share of the faults with an effect that were caught; None where none had one
@@ -242,7 +242,7 @@ def detection_rate(
     telling = [mutant for mutant in mutants if mutant.outcome in ("caught", "missed")]
     return sum(mutant.outcome == "caught" for mutant in telling) / len(telling) if telling else None
 
-# %% ../nbs/07e_mutations.ipynb #cell-020
+# %% ../nbs/07e_mutations.ipynb #cell-026
 class _Shuffled:
     "Row numbers in passes that a generator of its own shuffles."
 
@@ -271,7 +271,7 @@ class _Shuffled:
         self.position, self.order = state["position"], state["order"].clone()
         self.generator.set_state(state["generator"])
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-027
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -286,7 +286,7 @@ _SCHEDULES: dict[str, Callable[[int], float]] = {
     "warm-up": lambda step: (1 + step) / 9,
 }
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-028
 def _drawn_model(draw: random.Random, d_in: int) -> nn.Module:
     "Draw a small network."
     layers: list[nn.Module] = []
@@ -299,7 +299,7 @@ def _drawn_model(draw: random.Random, d_in: int) -> nn.Module:
         width = new
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
-# %% ../nbs/07e_mutations.ipynb #cell-021
+# %% ../nbs/07e_mutations.ipynb #cell-029
 class RandomRun:
     "A trainer drawn from a seed, sound or with one planted fault."
 
@@ -375,7 +375,7 @@ class RandomRun:
                     if isinstance(tensor, Tensor) and tensor.ndim:
                         tensor.mul_(2)
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-030
 def random_run(
     directory: Path,  # not used
     seed: int,  # decides everything about the run
@@ -384,7 +384,7 @@ def random_run(
     "Make a `RandomRun`."
     return RandomRun(seed, fault)
 
-
+# %% ../nbs/07e_mutations.ipynb #cell-032
 def faults_of(
     seed: int,  # of a run
 ) -> list[str]:  # faults that its parts allow, each with an effect
@@ -396,7 +396,7 @@ def faults_of(
     return [*left_out, "batch skipped", "rate changed", "bit flipped", "moments doubled", "counter in the loss",
             "last loss in the loss"]
 
-# %% ../nbs/07e_mutations.ipynb #cell-022
+# %% ../nbs/07e_mutations.ipynb #cell-034
 @dataclass
 class Campaign:
     "Verdicts over many trainers drawn at random."
