@@ -56,7 +56,7 @@ def code_identity(
     return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "commit": commit,
             "dirty": None if changes is None else bool(changes)}
 
-# %% ../nbs/07b_certificate.ipynb #cell-014
+# %% ../nbs/07b_certificate.ipynb #cell-015
 def target_of(
     make_run: MakeRun,  # importable; through functools.partial with plain arguments too
 ) -> dict[str, Any]:  # JSON data
@@ -92,7 +92,7 @@ def load_target(
     arguments = dict(target.get("arguments", {}))
     return functools.partial(function, **arguments) if arguments else function
 
-# %% ../nbs/07b_certificate.ipynb #cell-018
+# %% ../nbs/07b_certificate.ipynb #cell-019
 FORMAT = "fttl restart certificate"
 SCHEMA_VERSION = 1
 
@@ -122,7 +122,7 @@ def certificate(
         "digests": digests, "root": root_of(digests), "cost": facts.get("cost"), **claims_of(proof),
     }
 
-
+# %% ../nbs/07b_certificate.ipynb #cell-020
 def claims_of(
     proof: Proof,  # any
 ) -> dict[str, Any]:  # JSON data
@@ -133,7 +133,7 @@ def claims_of(
             "left_out": {one.participant: one.outcome for one in proof.knockouts},
             "identity": proof.facts.get("identity"), "description": proof.facts.get("description")}
 
-# %% ../nbs/07b_certificate.ipynb #cell-019
+# %% ../nbs/07b_certificate.ipynb #cell-022
 class CertificateError(CheckpointError):
     """A file is no certificate, or not one that was written by this package and left alone.
 
@@ -158,7 +158,7 @@ def _digest_of(
     told = {name: value for name, value in document.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-
+# %% ../nbs/07b_certificate.ipynb #cell-023
 def read_certificate(
     path: Path | str,  # of a file
 ) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def read_certificate(
                                "changed after it was written; it proves nothing")
     return document
 
-# %% ../nbs/07b_certificate.ipynb #cell-026
+# %% ../nbs/07b_certificate.ipynb #cell-030
 @dataclass(frozen=True)
 class Checked:
     "What came of doing a certified proof again."
@@ -197,7 +197,7 @@ class Checked:
         head = "confirmed" if self.confirmed else "not confirmed"
         return "\n".join([f"{head}: {self.proof.verdict}", *(f"  {finding}" for finding in self.findings)])
 
-
+# %% ../nbs/07b_certificate.ipynb #cell-031
 def check_certificate(
     path: Path | str,  # of a certificate
     *,
@@ -231,7 +231,7 @@ def _done_again(
     make_run = load_target(target)
     return prove_restart(make_run, jobs=jobs, progress_bar=progress_bar, **asked), code_identity(make_run)
 
-
+# %% ../nbs/07b_certificate.ipynb #cell-033
 def _code_change(certified: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     "Say whether the run's file is another one."
     if certified.get("sha256") == now.get("sha256"):
@@ -268,7 +268,7 @@ def _other_bits(certified: Sequence[str], now: Sequence[str], other_machine: boo
     reason = "as other settings of the machine make it" if other_machine else same
     return f"bits: other ones from step {step} on, {reason}"
 
-# %% ../nbs/07b_certificate.ipynb #cell-033
+# %% ../nbs/07b_certificate.ipynb #cell-041
 PAYLOAD_TYPE = "application/vnd.fttl.restart-certificate+json"
 
 
@@ -297,7 +297,7 @@ def _key_id(serialization: Any, public_key: Any) -> str:
     raw = public_key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     return hashlib.sha256(raw).hexdigest()
 
-
+# %% ../nbs/07b_certificate.ipynb #cell-042
 def sign_certificate(
     path: Path | str,  # of a certificate
     key: Path | str,  # file with an Ed25519 private key, PEM, PKCS #8, without a password
@@ -320,7 +320,7 @@ def sign_certificate(
     written.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     return written
 
-# %% ../nbs/07b_certificate.ipynb #cell-034
+# %% ../nbs/07b_certificate.ipynb #cell-044
 def verify_signature(
     path: Path | str,  # of a certificate, with its envelope beside it
     key: Path | str,  # file with the signer's Ed25519 public key, PEM
