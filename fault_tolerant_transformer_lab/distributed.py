@@ -102,7 +102,7 @@ class Ranks:
         "Whether this is rank 0, which writes what is written once."
         return self.rank == 0
 
-
+# %% ../nbs/11_distributed.ipynb #cell-008
 @contextmanager
 def process_group(
     store: dist.Store | None = None,  # where ranks meet; None takes `torchrun`'s environment
@@ -131,7 +131,7 @@ def process_group(
     finally:
         dist.destroy_process_group()
 
-# %% ../nbs/11_distributed.ipynb #cell-008
+# %% ../nbs/11_distributed.ipynb #cell-010
 @dataclass(frozen=True)
 class RankOutcome:
     "How one forked rank ended."
@@ -168,7 +168,7 @@ def ended_how(
     except ValueError:
         return f"killed by signal {-exit_code}"
 
-# %% ../nbs/11_distributed.ipynb #cell-009
+# %% ../nbs/11_distributed.ipynb #cell-012
 def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: Path, timeout_s: float) -> None:
     "The life of a forked rank."
     gc.freeze()  # what was garbage in the parent is never destroyed here: see `_start`
@@ -194,7 +194,7 @@ def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: P
         traceback.print_exc()
         os._exit(1)
 
-# %% ../nbs/11_distributed.ipynb #cell-010
+# %% ../nbs/11_distributed.ipynb #cell-014
 def run_ranks(
     function: Callable[[Ranks], Any],  # what each rank does; returns JSON data
     size: int,  # how many ranks
@@ -230,7 +230,7 @@ def run_ranks(
                      for rank, where in stood.items()]
     return _results(outcomes) if check else outcomes
 
-# %% ../nbs/11_distributed.ipynb #cell-011
+# %% ../nbs/11_distributed.ipynb #cell-015
 def _start(processes: Sequence[Any]) -> None:
     """Start forked processes, with no garbage collection before they freeze what they inherit.
 
@@ -269,7 +269,7 @@ def _results(outcomes: list[RankOutcome]) -> list[Any]:
             raise RankFailure(f"{first}: {outcome.error}", outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
-# %% ../nbs/11_distributed.ipynb #cell-015
+# %% ../nbs/11_distributed.ipynb #cell-020
 def part_of(
     n: int,  # how many items
     rank: int,  # whose part
@@ -282,7 +282,7 @@ def part_of(
     begin = rank * small + min(rank, extra)
     return range(begin, begin + small + (rank < extra))
 
-
+# %% ../nbs/11_distributed.ipynb #cell-024
 class RankBatches(StepBatches):
     "The micro-batches of a step that one rank trains on."
 
@@ -303,7 +303,7 @@ class RankBatches(StepBatches):
         tokens = np.stack([self.source.read(int(w) * self.block_size, self.block_size + 1) for w in windows])
         return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy()))
 
-# %% ../nbs/11_distributed.ipynb #cell-019
+# %% ../nbs/11_distributed.ipynb #cell-028
 def gather_bytes(
     data: bytes,  # this rank's
     group: dist.ProcessGroup | None = None,  # None is the default group
@@ -319,7 +319,7 @@ def gather_bytes(
     dist.all_gather(parts, mine, group=group)
     return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
-
+# %% ../nbs/11_distributed.ipynb #cell-030
 def tree_to_bytes(
     tree: State,  # a small state tree
 ) -> bytes:  # ASCII
@@ -346,7 +346,7 @@ def tree_from_bytes(
 
     return decode_tree(json.loads(data), _tensor)
 
-# %% ../nbs/11_distributed.ipynb #cell-020
+# %% ../nbs/11_distributed.ipynb #cell-034
 class RankGenerators(RandomGenerators):
     "The global generators of every rank, in one state: a rank continues with its own."
 
@@ -396,7 +396,7 @@ class RankGenerators(RandomGenerators):
         "Set this rank's generators."
         super().load_state_dict(state["ranks"][self.ranks.rank])
 
-# %% ../nbs/11_distributed.ipynb #cell-023
+# %% ../nbs/11_distributed.ipynb #cell-038
 class RankContract(Contract):
     "One rank's contract. `capture` is a collective where the generators of all ranks go into one file."
 
@@ -427,7 +427,7 @@ class RankContract(Contract):
                 participant.collect()
         return super().capture(step)
 
-# %% ../nbs/11_distributed.ipynb #cell-025
+# %% ../nbs/11_distributed.ipynb #cell-042
 def local_part(
     tensor: Tensor,  # a DTensor, or any other
 ) -> Tensor:  # shares memory with it
@@ -438,7 +438,7 @@ def local_part(
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
-
+# %% ../nbs/11_distributed.ipynb #cell-043
 class LocalShards:
     "A sharded module or optimizer as a participant: its state has this rank's part of each tensor."
 
@@ -522,7 +522,7 @@ class LocalShards:
                            for name, value in moment.items()} for index, moment in state["state"].items()}
         self.owner.load_state_dict({"state": moments, "param_groups": state["param_groups"]})
 
-# %% ../nbs/11_distributed.ipynb #cell-026
+# %% ../nbs/11_distributed.ipynb #cell-045
 def _require_shapes(here: Mapping[TreePath, Sequence[int]], saved: Mapping[TreePath, Sequence[int]]) -> None:
     for path in [*here, *(path for path in saved if path not in here)]:
         sides = [tuple(side[path]) if path in side else "absent" for side in (saved, here)]
@@ -530,7 +530,7 @@ def _require_shapes(here: Mapping[TreePath, Sequence[int]], saved: Mapping[TreeP
             raise ContractError(f"{format_path(path)}: checkpoint {sides[0]}, here {sides[1]}; build the participants "
                                 "as the run of the checkpoint did")
 
-# %% ../nbs/11_distributed.ipynb #cell-028
+# %% ../nbs/11_distributed.ipynb #cell-049
 Parallel = Literal["ddp", "fsdp", "elastic"]
 
 
@@ -544,7 +544,7 @@ def shard_model(
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-
+# %% ../nbs/11_distributed.ipynb #cell-051
 def clip_global_norm(
     parameters: Sequence[nn.Parameter],  # plain or sharded
     limit: float | None,  # see `clip_gradients`
@@ -556,7 +556,7 @@ def clip_global_norm(
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
-# %% ../nbs/11_distributed.ipynb #cell-029
+# %% ../nbs/11_distributed.ipynb #cell-053
 def share_step(
     n: int,  # micro-batches of the global batch
     mine: Mapping[int, tuple[float, bytes]],  # by position: loss and batch digest of this rank's micro-batches
@@ -572,7 +572,7 @@ def share_step(
     table = message[:-1].reshape(n, 33)
     return table[:, 0].tolist(), table[:, 1:].to(torch.uint8).numpy().tobytes(), bool(message[-1] > 0)
 
-
+# %% ../nbs/11_distributed.ipynb #cell-057
 class RankRun:
     "One rank of an experiment: what decides the next update is in `contract`, or a function of config and step."
 
@@ -680,7 +680,7 @@ class RankRun:
         self.on_boundary("after_update", step)
         return loss
 
-
+# %% ../nbs/11_distributed.ipynb #cell-059
 def evaluation_over_ranks(
     run: RankRun,  # of an experiment whose data have a validation part
 ) -> float:  # mean loss per token, the same on every rank and at every number of ranks
@@ -703,7 +703,7 @@ def evaluation_over_ranks(
     sizes = [batch.targets_BT.numel() for batch in batches]
     return sum((loss * n for loss, n in zip(losses, sizes, strict=True)), 0.0) / sum(sizes)
 
-
+# %% ../nbs/11_distributed.ipynb #cell-061
 def mean_in_order(
     losses: Sequence[float],  # of the micro-batches, each a float32 value
 ) -> float:  # a float32 value
@@ -714,7 +714,7 @@ def mean_in_order(
         total = share if index == 0 else total + share
     return total.item()
 
-# %% ../nbs/11_distributed.ipynb #cell-031
+# %% ../nbs/11_distributed.ipynb #cell-066
 def settle_buckets(
     run: RankRun,  # of mode "ddp", before its first step in this process
 ) -> None:
@@ -729,7 +729,7 @@ def settle_buckets(
             for buffer, value in before:
                 buffer.copy_(value)
 
-# %% ../nbs/11_distributed.ipynb #cell-039
+# %% ../nbs/11_distributed.ipynb #cell-075
 def bucket_fault(
     run: RankRun,  # of mode "ddp", built with settled=False, before its first step in this process
 ) -> str | None:  # one line that names the fault and its cures; None where the gradients are the same
