@@ -213,6 +213,7 @@ pre { background:var(--tint); padding:.7rem; white-space:pre-wrap }
 .map .path { margin:.3rem 0 0; font:.8125rem/1.5 ui-monospace, monospace }
 """
 
+# %% ../nbs/07c_report.ipynb #cell-027
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ proof.verdict }}: {{ title }}</title><style>{{ style }}</style></head><body>
@@ -257,6 +258,7 @@ it was stopped; hatched is what is not as in the uninterrupted run.</p>
 <footer><p class="soft">fault-tolerant-transformer-lab {{ version }}</p></footer></body></html>
 """
 
+# %% ../nbs/07c_report.ipynb #cell-028
 _RUN = """<div class="run"><p>{{ lane.label }}:
 <span{% if lane.differs %} class="bad"{% endif %}>{{ lane.result }}</span></p>
 <svg class="bar" viewBox="0 0 {{ steps }} 1" preserveAspectRatio="none" role="img" aria-label="{{ lane.label }}">
@@ -267,7 +269,7 @@ _RUN = """<div class="run"><p>{{ lane.label }}:
 {% endif %}</div>
 """
 
-# %% ../nbs/07c_report.ipynb #cell-026
+# %% ../nbs/07c_report.ipynb #cell-030
 def html_report(
     proof: Proof,  # any
     title: str = "restart proof",  # what was proven about, as text
@@ -293,7 +295,7 @@ def html_report(
         map=difference_map(worst) if worst else [], map_of=f"{worst.stopped} at {worst.boundary}" if worst else "",
         settings=_settings(proof), **_told(proof), **losses)
 
-
+# %% ../nbs/07c_report.ipynb #cell-031
 def _told(proof: Proof) -> dict[str, Any]:
     "What the page says of the first difference."
     found = diagnosis_of(proof)
