@@ -85,7 +85,7 @@ from fault_tolerant_transformer_lab.training import (
     write_manifest,
 )
 
-# %% ../nbs/11c_launch.ipynb #cell-006
+# %% ../nbs/11c_launch.ipynb #cell-007
 _logger = logging.getLogger(__name__)
 
 
@@ -204,7 +204,7 @@ class RankSession(FolderSession):
         self.checkpoint, self.state_digest, self.saved = published.path, published.state_digest, published.step
         self.run.on_boundary("after_publication", published.step)
 
-# %% ../nbs/11c_launch.ipynb #cell-007
+# %% ../nbs/11c_launch.ipynb #cell-009
 _RUNS: dict[str, type[RankRun]] = {"ddp": RankRun, "fsdp": RankRun, "elastic": ElasticRun}
 
 
@@ -234,7 +234,7 @@ def build_run(
     "Build the run of a mode. Raises `ConfigError` as `check_ranks` does."
     return check_ranks(config, parallel, ranks.size)(config, ranks, parallel=parallel, on_boundary=on_boundary)
 
-
+# %% ../nbs/11c_launch.ipynb #cell-013
 def resume_as_wished(
     session: RankSession,  # at step 0
     resume: Literal["auto", "never", "must"],  # the wish
@@ -269,7 +269,7 @@ def resume_as_wished(
     session.state_digest = digest_of_checkpoint(restored.path)
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-
+# %% ../nbs/11c_launch.ipynb #cell-014
 def _set_aside_in(directory: Path) -> list[str]:
     pattern = re.compile(r"step-[0-9]+(\.safetensors)?\.(corrupt|rewound)(-[0-9]+)?")
     return sorted(filter(pattern.fullmatch, os.listdir(directory)))
@@ -281,7 +281,7 @@ def digest_of_checkpoint(
     "The state digest that a checkpoint states."
     return read_generation(path).state_digest if path.is_dir() else read_manifest(path).state_digest
 
-# %% ../nbs/11c_launch.ipynb #cell-008
+# %% ../nbs/11c_launch.ipynb #cell-016
 def train_rank(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, one for all ranks
@@ -320,7 +320,7 @@ def train_rank(
             raise Interrupted(stop.signal or signal.SIGTERM, session.checkpoint, session.run.progress.step)
         return result
 
-
+# %% ../nbs/11c_launch.ipynb #cell-017
 def _finished(session: RankSession, advanced: bool) -> RunResult:
     "Have rank 0 sum the run up, and know it on every rank. A collective."
     first, store = session.run.ranks.is_first, session.store
@@ -350,7 +350,7 @@ def _advance(session: RankSession, goal: int, stop: StopRequest) -> None:
     if progress.step != session.saved and progress.step > 0:
         session.save(last=True)
 
-# %% ../nbs/11c_launch.ipynb #cell-015
+# %% ../nbs/11c_launch.ipynb #cell-025
 LOST_A_PEER = 75  # exit status of a rank whose own work was sound: EX_TEMPFAIL, "try again"
 
 
@@ -366,7 +366,7 @@ def lost_a_peer(
         text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo",
                                         "Timed out waiting", "connection was closed", "Socket")))
 
-
+# %% ../nbs/11c_launch.ipynb #cell-029
 Report = Callable[[int, Exception], int]  # takes a rank and its error, tells the user, and gives the exit status
 
 
@@ -419,7 +419,7 @@ def _is_first_to_fail(ranks: Ranks) -> bool:
     except RuntimeError:
         return True
 
-
+# %% ../nbs/11c_launch.ipynb #cell-031
 def train_distributed(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, on a file system that all ranks share
@@ -441,7 +441,7 @@ def train_distributed(
         stack.enter_context(first_cause(ranks, report))
         return train_rank(config, directory, ranks, **options)
 
-# %% ../nbs/11c_launch.ipynb #cell-017
+# %% ../nbs/11c_launch.ipynb #cell-033
 LAUNCHED = "fttl-"  # begins the `TORCHELASTIC_RUN_ID` of ranks that `launch` has started
 
 
@@ -480,7 +480,7 @@ class RanksStopped(Interrupted):
         return (f"{signal_name(self.signal)}: the ranks were asked to stop, and save what they have completed; "
                 "resume='auto' (--resume auto) goes on from there")
 
-
+# %% ../nbs/11c_launch.ipynb #cell-034
 def launch(
     arguments: Sequence[str],  # of the interpreter, such as ["-m", "fault_tolerant_transformer_lab", "train", ...]
     n: int,  # ranks
@@ -500,7 +500,7 @@ def launch(
         except SignalException as error:
             raise RanksStopped(error.sigval) from None
 
-
+# %% ../nbs/11c_launch.ipynb #cell-036
 def _first_of(failures: dict[int, ProcessFailure], n: int) -> Exception:
     "Tell the cause from its consequences: who was killed could not speak, who spoke was the first to fail by itself."
     def _order(rank: int) -> tuple[bool, bool, int]:
@@ -517,7 +517,7 @@ def _first_of(failures: dict[int, ProcessFailure], n: int) -> Exception:
         return RanksStopped(code - 128)
     return RanksFailed(rank, n, cause or ended_how(code), code if cause else 1, said=cause is not None)
 
-
+# %% ../nbs/11c_launch.ipynb #cell-038
 @contextmanager
 def _signals_kept() -> Iterator[None]:
     "The agent takes the signals for itself, and does not give them back."
@@ -559,7 +559,7 @@ def _quiet(name: str) -> Iterator[None]:
         for logger, level in before.items():
             logger.setLevel(level)
 
-# %% ../nbs/11c_launch.ipynb #cell-021
+# %% ../nbs/11c_launch.ipynb #cell-043
 @dataclass(frozen=True)
 class Place:
     "Where a kill strikes."
@@ -605,7 +605,7 @@ def _attempt(config: ExperimentConfig, folder: Path, parallel: Parallel, place: 
         return [result.state_digest, result.resumed_from]
     return _run
 
-# %% ../nbs/11c_launch.ipynb #cell-022
+# %% ../nbs/11c_launch.ipynb #cell-044
 def prove_distributed(
     config: ExperimentConfig,  # tiny; it is trained once for each cell and more
     parallel: Parallel,  # the mode
@@ -643,7 +643,7 @@ def _cell(
         problem = failed[0].error if failed else "" if digest == expected else "other bits"
     return MatrixCell(parallel, size, tuple(map(str, chain)), struck, tuple(resumed), digest == expected, problem)
 
-
+# %% ../nbs/11c_launch.ipynb #cell-046
 def operations_of(
     config: ExperimentConfig,  # see `prove_distributed`
     parallel: Parallel,  # the mode
@@ -665,7 +665,7 @@ def operations_of(
 
     return run_ranks(_run, size)
 
-
+# %% ../nbs/11c_launch.ipynb #cell-048
 def places_of(
     size: int,  # ranks
     *,
@@ -683,7 +683,7 @@ def places_of(
     return [*chains, [Place((last,), "after_backward", 1), Place((0,), "after_update", step),
                       Place(everybody, "after_publication", step)]]
 
-# %% ../nbs/11c_launch.ipynb #cell-024
+# %% ../nbs/11c_launch.ipynb #cell-052
 _ORPHAN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -742,7 +742,7 @@ def outlive_launcher(
         raise TrainingError(f"the second launch failed: {second.stderr[-300:]}")
     return json.loads((folder / "result.json").read_text()), text
 
-
+# %% ../nbs/11c_launch.ipynb #cell-053
 def prove_launcher(
     config: ExperimentConfig,  # see `outlive_launcher`
     parallel: Parallel,  # the mode
@@ -759,7 +759,7 @@ def prove_launcher(
     return MatrixCell(parallel, size, (place,), "FencedError" in said, (result["resumed_from"],), equal,
                       "" if equal else "other bits")
 
-
+# %% ../nbs/11c_launch.ipynb #cell-054
 def _wait_for_end(pid: int, timeout_s: float) -> None:
     "Wait for a process that is nobody's child here."
     deadline = time.monotonic() + timeout_s
@@ -772,7 +772,7 @@ def _wait_for_end(pid: int, timeout_s: float) -> None:
             return
         time.sleep(0.05)
 
-# %% ../nbs/11c_launch.ipynb #cell-029
+# %% ../nbs/11c_launch.ipynb #cell-061
 MakeRankRun = Callable[[Ranks], RestartableRun]  # builds one rank's run at step 0; seeds what it uses
 
 
@@ -828,7 +828,7 @@ def prove_ranks(
             part, size, Path(name) / f"without {part}", expected, timeout_s)]
         return RankProof(tuple(cells), tuple(lost))
 
-# %% ../nbs/11c_launch.ipynb #cell-030
+# %% ../nbs/11c_launch.ipynb #cell-063
 @dataclass(frozen=True)
 class _OwnTrainer:
     "Runs a trainer of several ranks from its folder, to be killed on the way."
