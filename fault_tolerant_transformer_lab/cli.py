@@ -705,7 +705,7 @@ def launched(
         return Outcome("", failed.status)
     return Outcome("")
 
-
+# %% ../nbs/10_cli.ipynb #cell-080
 def trained_as_rank(
     train: "Train",  # with `parallel`, in a process that torchrun has started
     config: ExperimentConfig,  # what it trains
@@ -731,7 +731,7 @@ def trained_as_rank(
     here = n if os.environ.get("LOCAL_WORLD_SIZE") == str(n) else None
     return Outcome(summary(result, replace(train, nproc=here), told) if os.environ["RANK"] == "0" else "")
 
-
+# %% ../nbs/10_cli.ipynb #cell-081
 def report_rank(
     rank: int,  # that failed first
     error: Exception,  # why
@@ -744,7 +744,7 @@ def report_rank(
     say(f"fttl: rank {rank}: {' '.join(for_command_line(message).split())}", sys.stderr)
     return status
 
-# %% ../nbs/10_cli.ipynb #cell-080
+# %% ../nbs/10_cli.ipynb #cell-085
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -786,7 +786,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-088
+# %% ../nbs/10_cli.ipynb #cell-093
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -836,7 +836,7 @@ def plain_manifest(
         "tensors": plain_tensors(manifest),
     }
 
-# %% ../nbs/10_cli.ipynb #cell-090
+# %% ../nbs/10_cli.ipynb #cell-095
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -881,7 +881,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-092
+# %% ../nbs/10_cli.ipynb #cell-097
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Print a checkpoint's header, lineage and tensors, and where a run's time went; no tensor is read.
@@ -905,7 +905,7 @@ class Inspect:
             return Outcome(as_json(plain_manifest(path, manifest) | {"ledger": account.to_plain()}))
         return Outcome(f"{inspection(path, manifest)}\n{describe_account(account)}")
 
-# %% ../nbs/10_cli.ipynb #cell-098
+# %% ../nbs/10_cli.ipynb #cell-103
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -919,7 +919,7 @@ def difference_row(
     apart = "" if ulp is None else f"{ulp:,}" if ulp < 10**6 else f"{ulp:.1e}"
     return difference.path, "values", f"{difference.max_abs:.2g}", apart, f"{difference.share:.1%}"
 
-
+# %% ../nbs/10_cli.ipynb #cell-105
 def differences_of(
     a: Path,  # a checkpoint, of one file or of several ranks
     b: Path,  # another
@@ -945,7 +945,7 @@ def recorded_differences(
         return []
     return diff_manifests(a, b) if isinstance(a, Manifest) and isinstance(b, Manifest) else None
 
-
+# %% ../nbs/10_cli.ipynb #cell-106
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     "Compare two states bit by bit, after verifying both. A folder stands for its latest that verifies."
@@ -977,7 +977,7 @@ class Diff:
         how = "" if read else " by what their headers record; bytes not read"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}{how}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-105
+# %% ../nbs/10_cli.ipynb #cell-113
 def new_file(
     path: Path,  # to be written
 ) -> None:
@@ -988,7 +988,7 @@ def new_file(
         raise UsageError(f"{path}: expected a file in a folder that is there, got one in {path.absolute().parent}; "
                          "make that first")
 
-
+# %% ../nbs/10_cli.ipynb #cell-114
 @dataclass(frozen=True, kw_only=True)
 class Export:
     "Write a checkpoint of several ranks as one file, all tensors whole. A folder stands for its newest that verifies."
@@ -1007,7 +1007,7 @@ class Export:
 
         return Outcome(written(export_checkpoint(source, self.file), self.file, source))
 
-
+# %% ../nbs/10_cli.ipynb #cell-115
 @dataclass(frozen=True, kw_only=True)
 class Import:
     "Make a checkpoint to begin from out of weights that another program wrote; no code in them is run."
@@ -1031,7 +1031,7 @@ class Import:
         published = import_checkpoint(self.source, self.file, key=self.key or None, participant=self.participant)
         return Outcome(written(published, self.file, self.source))
 
-
+# %% ../nbs/10_cli.ipynb #cell-116
 def written(
     published: "Published",  # what was written
     file: Path,  # as it was typed
@@ -1044,7 +1044,7 @@ def written(
     return f"{file}: {counted(n, 'tensor')}, {size(published.n_bytes)}, of step {published.step}, from {source}\n"\
         f"state {published.state_digest}"
 
-# %% ../nbs/10_cli.ipynb #cell-107
+# %% ../nbs/10_cli.ipynb #cell-120
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -1079,7 +1079,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-109
+# %% ../nbs/10_cli.ipynb #cell-122
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -1124,7 +1124,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-113
+# %% ../nbs/10_cli.ipynb #cell-126
 def counted(
     n: int,  # how many
     noun: str,  # of what, in the singular
@@ -1143,7 +1143,7 @@ def proof_outcome(
         f"{counted(facts['threads'], 'thread')}, {facts['jobs']} at a time\n\n" if facts else ""
     return Outcome(proof.to_json() if json else head + proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-117
+# %% ../nbs/10_cli.ipynb #cell-130
 def ranks_outcome(
     cells: "Sequence[MatrixCell]",  # one for each way of dying
     json: bool,  # JSON in place of the table
@@ -1161,7 +1161,7 @@ def ranks_outcome(
         "of the run that nobody disturbed"
     return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-121
+# %% ../nbs/10_cli.ipynb #cell-134
 @dataclass(frozen=True, kw_only=True)
 class Prove:
     "Stop and SIGKILL a run at every boundary, resume it, and compare it bit for bit with an uninterrupted one."
@@ -1256,7 +1256,7 @@ class Prove:
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from None
 
-# %% ../nbs/10_cli.ipynb #cell-123
+# %% ../nbs/10_cli.ipynb #cell-136
 def check_together(
     command: "Prove",  # as parsed
 ) -> None:
@@ -1293,7 +1293,7 @@ def check_together(
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
 
-# %% ../nbs/10_cli.ipynb #cell-126
+# %% ../nbs/10_cli.ipynb #cell-139
 def prove_ranks_of(
     command: "Prove",  # with `nproc`
     config: ExperimentConfig,  # of the run
@@ -1321,7 +1321,7 @@ def prove_ranks_of(
         cells.append(prove_launcher(config, parallel, n))
     return ranks_outcome(cells, command.json)
 
-# %% ../nbs/10_cli.ipynb #cell-128
+# %% ../nbs/10_cli.ipynb #cell-141
 def reports_of(
     command: "Prove",  # which names the files
     proof: "Proof",  # what they tell
@@ -1339,7 +1339,7 @@ def reports_of(
         if command.junit is not None:
             yield command.junit, junit_report(proof, target=named)
 
-# %% ../nbs/10_cli.ipynb #cell-130
+# %% ../nbs/10_cli.ipynb #cell-143
 def argument_from(
     text: str,  # as typed, such as "rows=24"
 ) -> tuple[str, Any]:  # the name and the value
@@ -1352,7 +1352,7 @@ def argument_from(
     except ValueError:
         return name, value
 
-# %% ../nbs/10_cli.ipynb #cell-134
+# %% ../nbs/10_cli.ipynb #cell-147
 @dataclass(frozen=True, kw_only=True)
 class CheckCertificate:
     "Do a certified proof again and compare. This imports and runs the function that the certificate names."
@@ -1376,7 +1376,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-142
+# %% ../nbs/10_cli.ipynb #cell-155
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1432,7 +1432,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-147
+# %% ../nbs/10_cli.ipynb #cell-160
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -1486,7 +1486,7 @@ class Plan:
 
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
-# %% ../nbs/10_cli.ipynb #cell-152
+# %% ../nbs/10_cli.ipynb #cell-165
 def takes_files(
     flag: str,  # that named it
     folder: Path,  # in which files shall be made
@@ -1513,7 +1513,7 @@ def can_be_written(
         raise UsageError(f"{flag}: expected a file or a new name, got {path}, which is neither and would be replaced")
     takes_files(flag, path.parent)
 
-# %% ../nbs/10_cli.ipynb #cell-154
+# %% ../nbs/10_cli.ipynb #cell-167
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1546,7 +1546,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-159
+# %% ../nbs/10_cli.ipynb #cell-172
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1600,7 +1600,7 @@ class Crashtest:
                 return replace(outcome, status=1, complaint="; ".join(filter(None, (outcome.complaint, said))))
         return outcome
 
-# %% ../nbs/10_cli.ipynb #cell-162
+# %% ../nbs/10_cli.ipynb #cell-175
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1650,7 +1650,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-166
+# %% ../nbs/10_cli.ipynb #cell-179
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1693,7 +1693,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-168
+# %% ../nbs/10_cli.ipynb #cell-181
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1734,7 +1734,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-170
+# %% ../nbs/10_cli.ipynb #cell-183
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
