@@ -90,6 +90,7 @@ def definition_anchor(
     return f"{kind}-{module}-{name}".lower()
 
 
+@cache  # a chapter and the reference ask for the same ones, and each asks Python to parse a module
 def parameters(
     module: str,
     name: str,  # of a function, a method as `Class.method`, or a class
