@@ -249,7 +249,7 @@ class Expected:
 def _metadata(info: FieldInfo, kind: type) -> Any:
     return next((item for item in info.metadata if isinstance(item, kind)), None)
 
-# %% ../nbs/00_config.ipynb #cell-046
+# %% ../nbs/00_config.ipynb #cell-047
 class StrictModel(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
     "A frozen pydantic model whose every refusal, by whatever door, is a one-line ConfigError."
 
@@ -282,7 +282,7 @@ class StrictModel(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf
         "Validation of JSON text; unlike in pydantic, duplicate keys are refused."
         return cls.model_validate(parse_json_object(json_data), **options)
 
-# %% ../nbs/00_config.ipynb #cell-048
+# %% ../nbs/00_config.ipynb #cell-049
 @contextmanager
 def _refusals(model: type[BaseModel]) -> Iterator[None]:
     try:
@@ -320,7 +320,7 @@ def _wrong_value(where: str, location: tuple[Any, ...], kind: str, value: object
     field = location[0] if kind == "missing" else where  # a missing element is the fault of the whole
     return Problem(field, expected.words, shown(value), f"write for example {example}")
 
-# %% ../nbs/00_config.ipynb #cell-050
+# %% ../nbs/00_config.ipynb #cell-051
 class FrozenConfig(StrictModel):
     "Base of every configuration: each field is marked, and the identity fields make its fingerprint."
 
@@ -373,7 +373,7 @@ def _is_later(since: str) -> bool:
     release, first = (tuple(map(int, version.split("."))) for version in (since, FIRST_RELEASE))
     return release > first
 
-# %% ../nbs/00_config.ipynb #cell-052
+# %% ../nbs/00_config.ipynb #cell-053
 def apply_overrides(
     plain: Mapping[str, Any],  # a configuration as plain data, with or without its defaults
     overrides: Mapping[str, Any],  # values by flat or dotted name, such as {"steps": 20, "schedule.floor": 0.1}
@@ -393,7 +393,7 @@ def apply_overrides(
         here[last] = value
     return result
 
-# %% ../nbs/00_config.ipynb #cell-059
+# %% ../nbs/00_config.ipynb #cell-060
 def _positive_zero(value: object) -> object:
     return 0.0 if isinstance(value, float) and value == 0 else value
 
@@ -426,14 +426,14 @@ _Source = Annotated[
     Expected('"synthetic", "pydoc", "text:PATH" or "tokens:PATH"'),
 ]
 
-# %% ../nbs/00_config.ipynb #cell-061
+# %% ../nbs/00_config.ipynb #cell-062
 def source_kind(
     data: str,  # the `data` field, such as "text:corpus/"
 ) -> str:  # "synthetic", "pydoc", "text" or "tokens"
     "The part of a data source that is identity: the path says where bytes lie, their own digest says what they are."
     return data.partition(":")[0]
 
-# %% ../nbs/00_config.ipynb #cell-064
+# %% ../nbs/00_config.ipynb #cell-065
 class Schedule(FrozenConfig):
     "How the learning rate moves with the step: linear warm-up, then constant or a cosine down to a floor."
 
@@ -468,7 +468,7 @@ class Schedule(FrozenConfig):
             raise ConfigError.of(*problems)
         return self
 
-# %% ../nbs/00_config.ipynb #cell-068
+# %% ../nbs/00_config.ipynb #cell-069
 class Elastic(FrozenConfig):
     "Whether the bits of a run are to be the same for any number of ranks."
 
@@ -479,7 +479,7 @@ class Elastic(FrozenConfig):
              "ranks are environment", 12, since="0.2"),
     ] = None
 
-# %% ../nbs/00_config.ipynb #cell-070
+# %% ../nbs/00_config.ipynb #cell-071
 class ExperimentConfig(FrozenConfig):
     "One experiment. Two configurations with one fingerprint make the same updates from the same data."
 
@@ -586,7 +586,7 @@ class ExperimentConfig(FrozenConfig):
             raise ConfigError.of(*problems)
         return self
 
-# %% ../nbs/00_config.ipynb #cell-072
+# %% ../nbs/00_config.ipynb #cell-073
 def _across_fields(config: ExperimentConfig) -> Iterator[Problem]:
     d_model, n_heads = config.d_model, config.n_heads
     if d_model % n_heads:
@@ -603,7 +603,7 @@ def _across_fields(config: ExperimentConfig) -> Iterator[Problem]:
         remedy = "write the same number for both, or leave grad_accumulation out"
         yield Problem("elastic.logical_shards", expected, shown(config.elastic.logical_shards), remedy)
 
-# %% ../nbs/00_config.ipynb #cell-076
+# %% ../nbs/00_config.ipynb #cell-080
 @dataclass(frozen=True)
 class ConfigField:
     "One field that can be set, as a table or a command line needs it."
@@ -631,7 +631,7 @@ def _leaves(model: type[FrozenConfig], prefix: str) -> Iterator[ConfigField]:
             is_text = kind is str or get_origin(kind) is Literal
             yield ConfigField(prefix + name, _metadata(info, Mark), _metadata(info, Expected).words, default, is_text)
 
-
+# %% ../nbs/00_config.ipynb #cell-083
 def role_of(
     field: str,  # name of a field, dotted where nested
     model: type[FrozenConfig] = ExperimentConfig,  # the configuration that has it
@@ -651,7 +651,7 @@ def role_of(
 IDENTITY_FIELDS: Final = tuple(name for name in ExperimentConfig.model_fields if role_of(name) == "identity")
 OPERATION_FIELDS: Final = tuple(name for name in ExperimentConfig.model_fields if role_of(name) == "operation")
 
-# %% ../nbs/00_config.ipynb #cell-087
+# %% ../nbs/00_config.ipynb #cell-093
 _MAX_CONFIG_BYTES: Final = 1 << 20  # an experiment is a page of text; a device or a checkpoint is not
 
 
@@ -687,7 +687,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result[key] = value
     return result
 
-# %% ../nbs/00_config.ipynb #cell-088
+# %% ../nbs/00_config.ipynb #cell-094
 def load_config(
     path: str | Path,  # an experiment file: one JSON object in UTF-8
     overrides: Mapping[str, Any] | None = None,  # typed values by flat or dotted name, which win over the file
@@ -717,7 +717,7 @@ def _read(path: str | Path) -> bytes:
         raise _refuse("", f"at most {_MAX_CONFIG_BYTES} bytes", "more", "give an experiment file")
     return content
 
-# %% ../nbs/00_config.ipynb #cell-091
+# %% ../nbs/00_config.ipynb #cell-097
 def parse_value(
     name: str,  # flat or dotted name of a field
     text: str,  # as it was typed: `3e-4`, `cosine`, `none`, `0.9,0.95`, `[0.9, 0.95]`
@@ -748,7 +748,7 @@ def _number(text: str) -> Any:
             continue
     return text
 
-
+# %% ../nbs/00_config.ipynb #cell-101
 def parse_overrides(
     assignments: Iterable[str],  # such as ["learning-rate=1e-3", "schedule.kind=cosine"]; a hyphen is an underscore
 ) -> dict[str, Any]:  # typed values by dotted name, for `load_config` and `replace`
@@ -764,7 +764,7 @@ def parse_overrides(
         result[name] = parse_value(name, text.strip())
     return result
 
-# %% ../nbs/00_config.ipynb #cell-095
+# %% ../nbs/00_config.ipynb #cell-105
 def shipped_config(
     name: str,  # "smoke", "pydoc-cpu" or "pydoc-full-state"
 ) -> Path:  # for `load_config`
