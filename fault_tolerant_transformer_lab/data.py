@@ -120,7 +120,7 @@ class TokenStream:
         "Kind, size, tokenizer, split, and where the tokens come from."
         return {**self._plain, **self._about}
 
-
+# %% ../nbs/02_data.ipynb #cell-019
 @dataclass(frozen=True)
 class DataSplits:
     "What is trained on, and what is held out to measure by."
@@ -128,7 +128,7 @@ class DataSplits:
     train: TokenSource
     validation: TokenSource | None  # None where the data has no window to spare
 
-# %% ../nbs/02_data.ipynb #cell-019
+# %% ../nbs/02_data.ipynb #cell-021
 SYNTHETIC_TOKENS = 2**20  # nominal length of the training part
 SYNTHETIC_HELD_OUT = 2**14  # the positions that follow it
 
@@ -165,7 +165,7 @@ def _open_synthetic(config: ExperimentConfig, rest: str) -> DataSplits:
     )
     return DataSplits(train, validation)
 
-# %% ../nbs/02_data.ipynb #cell-023
+# %% ../nbs/02_data.ipynb #cell-025
 class ByteTokenizer:
     "Text as its UTF-8 bytes, and one more token that ends a document."
 
@@ -189,7 +189,7 @@ class ByteTokenizer:
         known = np.where(known == self.END_OF_DOCUMENT, ord("\f"), known)
         return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
-# %% ../nbs/02_data.ipynb #cell-027
+# %% ../nbs/02_data.ipynb #cell-029
 HELD_OUT = 10  # one document in ten, or one window in ten
 
 
@@ -218,7 +218,7 @@ def split_tail(
     first = (n_windows - max(1, n_windows // HELD_OUT)) * block_size
     return first + 1, first  # the last target of training is the first input of validation
 
-# %% ../nbs/02_data.ipynb #cell-031
+# %% ../nbs/02_data.ipynb #cell-033
 @dataclass(frozen=True)
 class ArrayReader:
     "Tokens that lie in memory."
@@ -244,7 +244,7 @@ def _tokenize(documents: list[bytes]) -> NDArray[np.uint16]:
         start = end + 1
     return tokens
 
-
+# %% ../nbs/02_data.ipynb #cell-037
 def _checked(train: TokenStream, validation: TokenStream, *, block_size: int) -> DataSplits:
     if train.n_tokens < block_size + 1:
         raise DataError(
@@ -271,7 +271,7 @@ def _text_splits(
     )
     return _checked(*streams, block_size=config.block_size)
 
-# %% ../nbs/02_data.ipynb #cell-033
+# %% ../nbs/02_data.ipynb #cell-039
 def _open_pydoc(config: ExperimentConfig, rest: str) -> DataSplits:
     try:
         from pydoc_data.topics import topics
@@ -280,7 +280,7 @@ def _open_pydoc(config: ExperimentConfig, rest: str) -> DataSplits:
     documents = [topics[name].encode("utf-8") for name in sorted(topics)]
     return _text_splits(documents, config, "pydoc", {})
 
-# %% ../nbs/02_data.ipynb #cell-035
+# %% ../nbs/02_data.ipynb #cell-041
 def _path_mode(path: Path, data: str) -> int:
     "File type and permissions, or a `DataError` that names the path and the setting it came from."
     try:
@@ -308,7 +308,7 @@ def _visible_files(folder: Path) -> tuple[list[Path], int]:
                 files.append(path)
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix()), passed_over
 
-
+# %% ../nbs/02_data.ipynb #cell-045
 def _read_text(path: Path) -> bytes:
     content = path.read_bytes()
     try:
@@ -338,7 +338,7 @@ def _open_text(config: ExperimentConfig, rest: str) -> DataSplits:
         )
     return _text_splits(documents, config, "text", {"path": rest, "files": len(files), "passed_over": passed_over})
 
-# %% ../nbs/02_data.ipynb #cell-040
+# %% ../nbs/02_data.ipynb #cell-050
 class FileReader:
     "Tokens in a flat file, read at a position and never mapped, so that a bad disk is an error and not a signal."
 
@@ -385,7 +385,7 @@ class FileReader:
             content += part
         return np.frombuffer(content, dtype=self.dtype)
 
-# %% ../nbs/02_data.ipynb #cell-041
+# %% ../nbs/02_data.ipynb #cell-051
 def _token_file(path: Path, dtype: str, data: str) -> tuple[FileReader, int]:
     "An open token file and the number of its tokens."
     if not stat.S_ISREG(_path_mode(path, data)):
@@ -430,7 +430,7 @@ def _open_tokens(config: ExperimentConfig, rest: str) -> DataSplits:
     )
     return _checked(*streams, block_size=config.block_size)
 
-# %% ../nbs/02_data.ipynb #cell-043
+# %% ../nbs/02_data.ipynb #cell-053
 _OPENERS: dict[str, Callable[[ExperimentConfig, str], DataSplits]] = {
     "synthetic": _open_synthetic, "pydoc": _open_pydoc, "text": _open_text, "tokens": _open_tokens,
 }
@@ -445,7 +445,7 @@ def open_data(
         raise DataError(f"expected data synthetic, pydoc, text:PATH or tokens:PATH, got {config.data!r}")
     return _OPENERS[kind](config, rest)
 
-# %% ../nbs/02_data.ipynb #cell-053
+# %% ../nbs/02_data.ipynb #cell-063
 ROUNDS = 12  # half of them turn rows, half columns; the section below shows that 4 are too few
 
 
@@ -468,7 +468,7 @@ def _mix(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z ^ (z >> np.uint64(31))) >> np.uint64(1)  # 63 bits: a sum that wraps at 2**64 would break the bijection
 
-# %% ../nbs/02_data.ipynb #cell-054
+# %% ../nbs/02_data.ipynb #cell-064
 class Permutation:
     "A keyed bijection on range(n), computed at any position and never stored."
 
@@ -511,7 +511,7 @@ class Permutation:
             out[outside] = self._scramble(out[outside])
         return int(out[0]) if np.ndim(i) == 0 else out.astype(np.int64).reshape(np.shape(i))
 
-# %% ../nbs/02_data.ipynb #cell-068
+# %% ../nbs/02_data.ipynb #cell-078
 @dataclass(frozen=True, eq=False)
 class Batch:
     "One micro-batch: what the model reads, and what comes next at each place."
@@ -542,7 +542,7 @@ def _read_batch(source: TokenSource, windows: NDArray[np.int64], block_size: int
     tokens = np.stack([source.read(int(window) * block_size, block_size + 1) for window in windows])
     return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy()))
 
-# %% ../nbs/02_data.ipynb #cell-069
+# %% ../nbs/02_data.ipynb #cell-079
 class StepBatches:
     "The batches of a run as a function of (seed, step): no position, no end, and any order of calls."
 
@@ -591,7 +591,7 @@ class StepBatches:
         "`batch` under the name by which a `torch.utils.data.DataLoader` asks for it."
         return self.batch(step)
 
-# %% ../nbs/02_data.ipynb #cell-084
+# %% ../nbs/02_data.ipynb #cell-094
 def sample_generator(
     seed: int,  # the experiment's
     step: int,  # from 0
@@ -601,7 +601,7 @@ def sample_generator(
     key = int.from_bytes(keyed_bytes(16, "randomness of a sample", seed, step, index), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
-# %% ../nbs/02_data.ipynb #cell-091
+# %% ../nbs/02_data.ipynb #cell-101
 def evaluation_batches(
     source: TokenSource,  # usually the held-out part
     *,
