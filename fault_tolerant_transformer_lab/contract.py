@@ -495,7 +495,7 @@ def _python_state(generator: Any) -> dict[str, Any]:
 def _set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
     generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
 
-
+# %% ../nbs/03_contract.ipynb #cell-057
 def _at(tree: Any, path: TreePath) -> Any:
     "The value at `path`, or ABSENT."
     for step in path:
@@ -518,7 +518,7 @@ def _require_same_generator(here: State, saved: State) -> None:
             sides = f"expected {_leaf_text(leaf)}, the checkpoint has {_leaf_text(there)}"
             raise ContractError(f"{format_path(path)}: {sides}; use the generator that the checkpoint's run used")
 
-# %% ../nbs/03_contract.ipynb #cell-056
+# %% ../nbs/03_contract.ipynb #cell-059
 class RandomGenerators:
     "Python's, NumPy's and torch's global generators: the CPU's, every CUDA device's once CUDA is in use, and MPS."
 
@@ -571,7 +571,7 @@ class RandomGenerators:
         if "mps" in state and torch.backends.mps.is_available():
             torch.mps.set_rng_state(state["mps"].cpu())
 
-# %% ../nbs/03_contract.ipynb #cell-059
+# %% ../nbs/03_contract.ipynb #cell-062
 @contextmanager
 def generators_undisturbed() -> Iterator[None]:
     "Whatever is drawn inside, the global generators go on afterwards as if nothing had been."
@@ -582,7 +582,7 @@ def generators_undisturbed() -> Iterator[None]:
     finally:
         generators.load_state_dict(before)
 
-# %% ../nbs/03_contract.ipynb #cell-062
+# %% ../nbs/03_contract.ipynb #cell-065
 class NamedGenerator:
     "A `torch.Generator`, `numpy.random.Generator`, `RandomState` or `random.Random` of one's own as a participant."
 
@@ -639,7 +639,7 @@ def _generator_kind(generator: object) -> str:
         return {"Generator": "numpy", "RandomState": "numpy legacy"}.get(type(generator).__name__, "")
     return ""
 
-# %% ../nbs/03_contract.ipynb #cell-065
+# %% ../nbs/03_contract.ipynb #cell-068
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
            "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC",  # read once by oneDNN and MKL, when the process first computes
            # With these a team of threads may be smaller than the number that torch reports.
@@ -663,7 +663,7 @@ def _build_facts() -> dict[str, Any]:
         "cpu_instructions": " ".join(sorted(instructions)),
     }
 
-# %% ../nbs/03_contract.ipynb #cell-067
+# %% ../nbs/03_contract.ipynb #cell-070
 def _switches() -> dict[str, Any]:
     "Facts that the program or its shell can change."
     onednn, cuda = torch.backends.mkldnn, torch.backends.cuda
@@ -702,7 +702,7 @@ def _world_size() -> int:
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
 
-# %% ../nbs/03_contract.ipynb #cell-070
+# %% ../nbs/03_contract.ipynb #cell-073
 _CUDA_LIMITS = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 
 
@@ -732,7 +732,7 @@ def _device_name(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda: {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
-# %% ../nbs/03_contract.ipynb #cell-072
+# %% ../nbs/03_contract.ipynb #cell-075
 def _is_compiled_wrapper(participant: Any) -> bool:
     return isinstance(participant, torch.nn.Module) and type(participant).__name__ == "OptimizedModule"
 
@@ -762,7 +762,7 @@ def _lasting_tensors(participant: Any) -> Iterator[Tensor]:
             elif isinstance(value, Tensor):
                 yield value
 
-# %% ../nbs/03_contract.ipynb #cell-075
+# %% ../nbs/03_contract.ipynb #cell-078
 @cache
 def _recorded_facts() -> dict[str, Any]:
     "Facts that decide no bits."
@@ -797,7 +797,7 @@ def environment_identity(
         decides |= _cuda_facts()
     return {"decides": decides, "recorded": _recorded_facts()}
 
-# %% ../nbs/03_contract.ipynb #cell-088
+# %% ../nbs/03_contract.ipynb #cell-091
 _OPTIMIZER_METHODS = ("load_state_dict", "state_dict", "__setstate__", "_process_value_according_to_param_policy")
 _OPTIMIZER_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
                     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -830,7 +830,7 @@ def _loads_as_torch_does(participant: Any) -> bool:
         return False
     return all(_runs_only_torch(part, _MODULE_METHODS, _MODULE_HOOKS) for part in participant.modules())
 
-
+# %% ../nbs/03_contract.ipynb #cell-094
 def _state_of(name: str, participant: Any) -> State:
     "The participant's state as a checked tree."
     try:
@@ -843,7 +843,7 @@ def _state_of(name: str, participant: Any) -> State:
         raise ContractError(f"{name}: expected state_dict() to return a dict, got {_named(state)}; return {{'x': x}}")
     return state_tree(state, (name,))
 
-# %% ../nbs/03_contract.ipynb #cell-091
+# %% ../nbs/03_contract.ipynb #cell-097
 def _side(leaf: object) -> object:
     return ABSENT if leaf is ABSENT else _leaf_text(leaf)
 
@@ -879,7 +879,7 @@ def _tie_differences(live: State, saved: State) -> list[Drift]:
              for path in here if path in there}
     return [Drift(path, *sides) for path, sides in words.items() if sides[0] != sides[1]]
 
-# %% ../nbs/03_contract.ipynb #cell-095
+# %% ../nbs/03_contract.ipynb #cell-101
 _PARAMETER_SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg",
                                "acc_delta", "sum", "exp_inf", "prev"})  # moments that torch's optimizers shape so
 
@@ -939,7 +939,7 @@ def _group_differences(
         if same_torch or not _is_switch(saved.get(key)):
             yield Drift(f"{where}.{key}", _side(saved.get(key)), ABSENT)
 
-# %% ../nbs/03_contract.ipynb #cell-099
+# %% ../nbs/03_contract.ipynb #cell-105
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -974,7 +974,7 @@ def _make_up(participants: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             found.setdefault(name, {})["parameters"] = numbers
     return found
 
-
+# %% ../nbs/03_contract.ipynb #cell-108
 def _other_class(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Drift]:
     "Another class of torch's; empty where either side is somebody else's."
     sides = saved.get("class"), here.get("class")
@@ -995,7 +995,7 @@ def _other_numbers(
     return moved + [Drift(f"{name}.parameters[{number}]", path, first_here[number])
                     for number, path in sorted(first_there.items()) if number in first_here and number not in kept]
 
-# %% ../nbs/03_contract.ipynb #cell-103
+# %% ../nbs/03_contract.ipynb #cell-112
 def _items_at(state: Mapping[Any, Any], key: str) -> Sequence[Any]:
     value: Any = state.get(key)
     return value if type(value) in (list, tuple) else ()
@@ -1022,7 +1022,7 @@ def _key_differences(name: str, live: Mapping[str, Any], saved: Mapping[Any, Any
     for index, (live_inner, saved_inner) in enumerate(zip(here, there, strict=True)):
         yield from _key_differences(f"{name}._schedulers[{index}]", live_inner, saved_inner)
 
-
+# %% ../nbs/03_contract.ipynb #cell-114
 def _differences(name: str, participant: Any, saved: State, same_torch: bool = True) -> list[Drift]:
     "What keeps one participant's state from fitting, found without changing anything."
     if type(saved) not in (dict, OrderedDict):
@@ -1051,7 +1051,7 @@ def _worker_differences(name: str, loader: Any, saved: Mapping[Any, Any]) -> Ite
     if type(here) is int and type(there) is int and here != there:
         yield Drift(f"{name}.num_workers", there, here)
 
-# %% ../nbs/03_contract.ipynb #cell-108
+# %% ../nbs/03_contract.ipynb #cell-118
 def _is_same(a: Tensor, b: Tensor) -> bool:
     empty = a.numel() == 0 and (a.dtype, a.shape) == (b.dtype, b.shape)
     return a is b or empty or (not _tensor_refusal(b) and tensor_key(a) == tensor_key(b))
@@ -1073,7 +1073,7 @@ def _reach(tensor: Tensor) -> tuple[Any, range]:  # a strided tensor that is not
     last = first + sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
     return (str(tensor.device), tensor.untyped_storage().data_ptr()), range(first * size, (last + 1) * size)
 
-# %% ../nbs/03_contract.ipynb #cell-111
+# %% ../nbs/03_contract.ipynb #cell-121
 _Leaf: TypeAlias = tuple[TreePath, Tensor, Any]  # a live tensor with its path, and what the checkpoint has for it
 
 
@@ -1117,7 +1117,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
-# %% ../nbs/03_contract.ipynb #cell-113
+# %% ../nbs/03_contract.ipynb #cell-123
 class _Filling:
     "Builds the tree to load: the live tensors of a participant, filled in place where they fit, else new ones."
 
@@ -1180,7 +1180,7 @@ class _Filling:
             return False
         return live.dtype == stored.dtype and live.shape == stored.shape and tensor_key(live) not in self.taken
 
-# %% ../nbs/03_contract.ipynb #cell-115
+# %% ../nbs/03_contract.ipynb #cell-126
 def _allocator(participant: Any) -> Callable[[TreePath, Any], Tensor | None]:
     "Memory for state that does not exist yet: an optimizer's moments are made like their parameters."
     parameters = _parameters_of(participant) if isinstance(participant, torch.optim.Optimizer) else []
@@ -1194,7 +1194,7 @@ def _allocator(participant: Any) -> Callable[[TreePath, Any], Tensor | None]:
 
     return _allocate
 
-
+# %% ../nbs/03_contract.ipynb #cell-129
 def _load(name: str, participant: Any, saved: State, live: State, shared: Iterable[TensorKey] = ()) -> None:
     "Fill the live tensors, but those that are `shared`, and hand the tree to the participant."
     participant = _unwrapped(participant)
@@ -1230,7 +1230,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: State) -> None:
             if isinstance(given, Tensor) and isinstance(held, Tensor) and held.dtype != given.dtype and key != "step":
                 optimizer.state[parameter][key] = given.to(held.device)
 
-# %% ../nbs/03_contract.ipynb #cell-121
+# %% ../nbs/03_contract.ipynb #cell-135
 @dataclass(frozen=True)
 class _Backup:
     "A participant as it was before the restore touched it."
@@ -1283,7 +1283,7 @@ def _load_in_place(participants: Mapping[str, Any], tree: Mapping[str, State]) -
     for name, participant in participants.items():
         _load(name, participant, tree[name], _unwrapped(participant).state_dict())
 
-# %% ../nbs/03_contract.ipynb #cell-127
+# %% ../nbs/03_contract.ipynb #cell-141
 def _slots(obj: object) -> list[str]:
     "Names of the slots that an object's classes declare, as they are mangled."
     declared = [vars(cls) for cls in type(obj).__mro__ if "__slots__" in vars(cls)]
@@ -1305,7 +1305,7 @@ def _settable(obj: object, names: list[str]) -> list[str]:
                                 f"{error}; name attributes that are there from the start, and not read-only") from error
     return names
 
-# %% ../nbs/03_contract.ipynb #cell-130
+# %% ../nbs/03_contract.ipynb #cell-144
 _Place: TypeAlias = tuple[TreePath, Any, range]  # where a mutable value stands, what it is a part of, and which part
 
 
@@ -1350,7 +1350,7 @@ def _refuse_shared(participants: Mapping[str, Any], states: Mapping[str, State])
         raise ContractError("{} and {} are one mutable value, of which a restore would make two: keep it under one "
                             "name, or give the second a copy".format(*shared[0]))
 
-# %% ../nbs/03_contract.ipynb #cell-132
+# %% ../nbs/03_contract.ipynb #cell-146
 def _fingerprint(value: Any, above: tuple[int, ...] = ()) -> Any:
     "Something that compares unequal once the data has changed; of an object that is no data, which one it is."
     if type(value) in _PLAIN:
@@ -1376,7 +1376,7 @@ def _class_data(obj: object) -> dict[str, Any]:
     return {name: _fingerprint(value) for name, value in held.items()
             if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))}
 
-# %% ../nbs/03_contract.ipynb #cell-134
+# %% ../nbs/03_contract.ipynb #cell-149
 class PlainState:
     "The attributes of any object as a participant: counters, best values, lists, tensors."
 
@@ -1446,7 +1446,7 @@ class PlainState:
             if name not in state:
                 delattr(self.obj, name)
 
-# %% ../nbs/03_contract.ipynb #cell-141
+# %% ../nbs/03_contract.ipynb #cell-157
 def _parameters_by_name(module: torch.nn.Module) -> dict[str, Tensor]:
     return dict(_unwrapped(module).named_parameters())
 
@@ -1466,7 +1466,7 @@ def _set_gradients(module: torch.nn.Module, gradients: Mapping[str, Tensor]) -> 
             # A gradient lies where its parameter does, and as its parameter does.
             parameter.grad = torch.empty_like(parameter.detach(), dtype=gradient.dtype).copy_(gradient)
 
-# %% ../nbs/03_contract.ipynb #cell-144
+# %% ../nbs/03_contract.ipynb #cell-160
 def _gradient_text(parameter: Tensor | None, gradient: Any) -> str:
     "What a gradient of the parameter must be: of its dtype, or of the one that it was given for gradients."
     if parameter is None or not _is_tensor(gradient):
@@ -1488,7 +1488,7 @@ def _require_same_accumulation(every: int, parameters: Mapping[str, Tensor], sta
             raise ContractError(f"gradients.{name}: expected {here}, the checkpoint has {_leaf_text(gradient)}; build "
                                 "the module as the checkpoint's run did")
 
-# %% ../nbs/03_contract.ipynb #cell-147
+# %% ../nbs/03_contract.ipynb #cell-163
 class Accumulation:
     "The gradients of an unfinished update as a participant: how many micro-batches are in, and what they added up to."
 
@@ -1540,7 +1540,7 @@ class Accumulation:
         self.done = state["done"]
         _set_gradients(self.module, state["gradients"])
 
-# %% ../nbs/03_contract.ipynb #cell-150
+# %% ../nbs/03_contract.ipynb #cell-167
 def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
     "Raise where an update is unfinished, and an optimizer's parameter has a gradient that no `Accumulation` saves."
     accumulations = [part for part in participants.values() if isinstance(part, Accumulation)]
@@ -1558,7 +1558,7 @@ def _refuse_uncovered(participants: Mapping[str, Any]) -> None:
                             f"{', ...' * (len(stray) > 3)} would be lost: give their module to an Accumulation, or "
                             "clear them where their update is done")
 
-# %% ../nbs/03_contract.ipynb #cell-153
+# %% ../nbs/03_contract.ipynb #cell-170
 class ModuleFlags:
     "Which parameters train and which modules are in training mode, as a participant."
 
@@ -1597,7 +1597,7 @@ class ModuleFlags:
         for name, part in module.named_modules():
             part.training = state["training"][name]
 
-# %% ../nbs/03_contract.ipynb #cell-156
+# %% ../nbs/03_contract.ipynb #cell-173
 def _checked_participants(participants: Mapping[str, Any]) -> dict[str, Any]:
     "The participants, after each has been found able to take part."
     if not participants:
@@ -1636,7 +1636,7 @@ def _plain_identity(identity: Mapping[str, object] | None, method: str) -> dict[
             raise ContractError(f"identity[{name!r}]: {error}") from error
     return plain
 
-# %% ../nbs/03_contract.ipynb #cell-159
+# %% ../nbs/03_contract.ipynb #cell-176
 def _listed(found: Sequence[Drift], here: str) -> str:
     "All differences in one line, or the first forty of them."
     texts = [f"{d.field}: checkpoint {_bare(d.checkpoint)}, {here} {_bare(d.requested)}" for d in found[:40]]
@@ -1669,7 +1669,7 @@ def _require_same_state(found: list[Drift]) -> None:
             f"the checkpoint's state does not fit: {_listed(found, 'here')}; build the participants as the run of the "
             "checkpoint did, or take over those that fit with only=", found)
 
-# %% ../nbs/03_contract.ipynb #cell-162
+# %% ../nbs/03_contract.ipynb #cell-179
 def _progress(participants: Mapping[str, Any]) -> Any:
     "The participant that counts steps: a `Progress`, or one named progress that has an integer step."
     for name, participant in participants.items():
@@ -1694,7 +1694,7 @@ def _step_to_save(participants: Mapping[str, Any], step: int | None) -> int:
         raise ContractError(f"step: expected {counted}, which progress has counted, got {step}; leave the argument out")
     return step if step is not None else counted  # type: ignore[return-value]
 
-# %% ../nbs/03_contract.ipynb #cell-165
+# %% ../nbs/03_contract.ipynb #cell-182
 class _Run:
     "The participants of one run, what the run is, and where it came from."
 
@@ -1740,7 +1740,7 @@ class _Run:
         "`environment_identity` of this process and these participants."
         return environment_identity(self._participants.values())
 
-# %% ../nbs/03_contract.ipynb #cell-168
+# %% ../nbs/03_contract.ipynb #cell-185
 class Contract(_Run):
     "The participants of one run, and the identity that a checkpoint must share to continue it."
 
@@ -1774,7 +1774,7 @@ class Contract(_Run):
         names, accepted = _check(self, saved, only, allow_missing, allow_environment_change)
         _restore(self, saved, names, accepted, same_run=only is None)
 
-# %% ../nbs/03_contract.ipynb #cell-171
+# %% ../nbs/03_contract.ipynb #cell-188
 def _is_generator(participant: Any) -> bool:
     return isinstance(participant, RandomGenerators | NamedGenerator)
 
@@ -1826,7 +1826,7 @@ def _continued(lineage: tuple[Segment, ...], step: int, environment: dict[str, A
         return lineage
     return (*lineage, Segment(step, None, environment, [change.to_plain() for change in changes]))
 
-# %% ../nbs/03_contract.ipynb #cell-175
+# %% ../nbs/03_contract.ipynb #cell-192
 def _check(
     contract: Contract, saved: SavedState, only: str | Iterable[str] | None, allow_missing: str | Iterable[str],
     allow_environment_change: bool,
@@ -1865,7 +1865,7 @@ def _noted_make_up(saved: SavedState) -> dict[str, dict[str, Any]]:
     noted = saved.environment.get("participants")
     return {name: facts for name, facts in noted.items() if isinstance(facts, dict)} if isinstance(noted, dict) else {}
 
-
+# %% ../nbs/03_contract.ipynb #cell-194
 def _as_names(names: str | Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
@@ -1891,7 +1891,7 @@ def _chosen(
         raise ContractError(f"expected the participants {', '.join(participants)}: {'; '.join(problems)}")
     return [name for name in wanted if name in tree], missing
 
-# %% ../nbs/03_contract.ipynb #cell-179
+# %% ../nbs/03_contract.ipynb #cell-199
 def _restore(contract: Contract, saved: SavedState, names: list[str], accepted: list[Drift], same_run: bool) -> None:
     chosen = {name: contract.participants[name] for name in names}
     generators = {name: p for name, p in chosen.items() if _is_generator(p)}
