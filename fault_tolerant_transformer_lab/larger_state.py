@@ -182,7 +182,7 @@ class Kind:
         if self.lose and not self.inside:
             raise ValueError(f"{self.name}: expected inside= beside lose=; name the paths that it changes")
 
-
+# %% ../nbs/03a_larger_state.ipynb #cell-018
 def measurable(
     kind: Kind,  # any
 ) -> bool:
@@ -211,7 +211,7 @@ class Row:
         "Whether a kind that no contract can resume was found out."
         return not self.kind.resumes and self.resumed is not None
 
-# %% ../nbs/03a_larger_state.ipynb #cell-018
+# %% ../nbs/03a_larger_state.ipynb #cell-020
 def start(
     kind: Kind,  # whose run is trained from its beginning to its stop
 ) -> tuple[System, SavedState]:  # the run, and its state at the stop
@@ -256,7 +256,7 @@ def measure(
     missed = first_difference(expected, lacking, kind.inside or (kind.lost,)) if kind.resumes else None
     return Row(kind, first_difference(expected, resumed), missed, losses[0] if losses else None)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-024
+# %% ../nbs/03a_larger_state.ipynb #cell-027
 _Schedule = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -289,7 +289,7 @@ _SCHEDULES: dict[str, _Schedule] = {
 }
 SCHEDULES = tuple(Kind(name, partial(_scheduled, make), lost="scheduler") for name, make in _SCHEDULES.items())
 
-# %% ../nbs/03a_larger_state.ipynb #cell-031
+# %% ../nbs/03a_larger_state.ipynb #cell-034
 def _in_float16(at: int) -> System:
     "A float16 run with a gradient scaler that begins too high and tries a larger scale after two good steps."
     model = _network()
@@ -328,7 +328,7 @@ PRECISIONS = (
          without=partial(_in_bfloat16, False)),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-034
+# %% ../nbs/03a_larger_state.ipynb #cell-037
 def _averaged(swa: bool, at: int) -> System:  # swa: stochastic weight averaging, or an exponential moving average
     "A network with batch normalization, and an average of its weights."
     model = _network(nn.BatchNorm1d(8))
@@ -376,7 +376,7 @@ class _RandomFeatures(nn.Module):
         "Project."
         return x @ self.features
 
-# %% ../nbs/03a_larger_state.ipynb #cell-035
+# %% ../nbs/03a_larger_state.ipynb #cell-038
 def _with_random_features(at: int) -> System:
     model = _network(_RandomFeatures())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -394,7 +394,7 @@ AVERAGES = (
     Kind("SWALR, the schedule of the average", partial(_averaged, True), lost="scheduler"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-038
+# %% ../nbs/03a_larger_state.ipynb #cell-041
 def _optimized(make: Callable[[Any], torch.optim.Optimizer], at: int) -> System:  # make: from parameters
     "One optimizer; those that want to evaluate the loss again are given the way to."
     model = _network()
@@ -429,7 +429,7 @@ def _two_optimizers(first: str, at: int) -> System:  # first: class of the optim
 
     return System(_step, model=model, optimizer=optimizer, second=second)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-039
+# %% ../nbs/03a_larger_state.ipynb #cell-042
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
@@ -446,7 +446,7 @@ OPTIMIZERS = (
     Kind("several optimizers", partial(_two_optimizers, "SGD"), lost="second"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-046
+# %% ../nbs/03a_larger_state.ipynb #cell-049
 def _thawing(at: int) -> System:
     "A first layer that is frozen until step 3; the optimizer has its parameters from the start."
     model = _network()
@@ -486,7 +486,7 @@ LAZY = (
     Kind("a parameter group added later", _growing, lost="optimizer"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-049
+# %% ../nbs/03a_larger_state.ipynb #cell-052
 def _accumulating(declared: bool, save: bool, at: int) -> System:  # declared: whether `Accumulation` takes part
     "Micro-batches, with an update after every fourth; a step is one micro-batch."
     model = _network()
@@ -512,7 +512,7 @@ ACCUMULATIONS = (
          instead="accumulated gradients"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-052
+# %% ../nbs/03a_larger_state.ipynb #cell-055
 def _drawing(draw: Callable[[Any], float], source: Any, at: int) -> System:  # draw: noise, from the generator or None
     "Noise on the inputs, from one source; the generators of the whole process take part, and the source if it is one."
     model = _network()
@@ -530,7 +530,7 @@ def _drawing(draw: Callable[[Any], float], source: Any, at: int) -> System:  # d
     more: dict[str, Any] = {"noise": NamedGenerator(own)} if source else {}
     return System(_step, model=model, optimizer=optimizer, rng=RandomGenerators(), **more)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-053
+# %% ../nbs/03a_larger_state.ipynb #cell-056
 class _OwnDropout(nn.Module):
     "Dropout that draws from a generator of its own."
 
@@ -576,7 +576,7 @@ GENERATORS = (
     Kind("a generator in each layer", _with_own_dropout, lost="dropout_1"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-056
+# %% ../nbs/03a_larger_state.ipynb #cell-059
 class AugmentedBatches(Dataset[tuple[Tensor, Tensor]]):
     "The batches of a step-keyed source with noise, keyed by (seed, step, sample), as a dataset indexed by step."
 
@@ -616,7 +616,7 @@ def _step_loader(
                            generator=torch.Generator() if own_generator else None,
                            multiprocessing_context="fork" if workers else None))
 
-# %% ../nbs/03a_larger_state.ipynb #cell-057
+# %% ../nbs/03a_larger_state.ipynb #cell-060
 def _train_on(batches: Callable[[int], Iterator[Any]], **more: Any) -> System:  # batches: from a step on
     "Train with dropout on what a loader gives; its iterator is made when the first batch is needed."
     model = _network(nn.Dropout(0.2))
@@ -654,7 +654,7 @@ STEP_LOADERS = (
     Kind("worker seeds drawn before the restore", partial(_loading, 0, own_generator=False, early=True), lost="rng"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-061
+# %% ../nbs/03a_larger_state.ipynb #cell-064
 _EPOCH = TensorDataset(*examples(1000), torch.arange(8))  # 8 rows: 4 batches of 2
 
 
@@ -701,7 +701,7 @@ STATEFUL_LOADERS = (
          resumes=False, instead="StatefulDataLoader, sampler's own generator", needs="torchdata"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-066
+# %% ../nbs/03a_larger_state.ipynb #cell-069
 class Watcher:
     "Asks for a smaller learning rate after two losses in a row that were not the best, and counts anew."
 
@@ -738,13 +738,13 @@ def _watched(at: int) -> System:
 
 PLAIN = (Kind("counters and best values (PlainState)", _watched, lost="watcher"),)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-071
+# %% ../nbs/03a_larger_state.ipynb #cell-074
 CUDA = (
     Kind("CUDA's generator", partial(_drawing, lambda _: float(torch.randn((), device="cuda")), None),
          lost="CUDA's generator", lose=lambda system: torch.cuda.manual_seed_all(99), inside=("rng",), needs="cuda"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-073
+# %% ../nbs/03a_larger_state.ipynb #cell-077
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (
     *SCHEDULES, *PRECISIONS, *AVERAGES, *OPTIMIZERS, *LAZY, *ACCUMULATIONS, *GENERATORS, *STEP_LOADERS, *PLAIN_LOADERS,
     *STATEFUL_LOADERS, *PLAIN, *CUDA,
