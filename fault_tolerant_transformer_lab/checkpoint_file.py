@@ -526,7 +526,7 @@ class Ring:
 class _Stopped(Exception):
     """Whoever wrote gave up."""
 
-
+# %% ../nbs/04_checkpoint_file.ipynb #cell-057
 class _Pump:
     """Fills buffers with the tensors' bytes, in the order of the file, and digests them, in a thread of its own."""
 
@@ -585,7 +585,7 @@ class _Pump:
             self._free.put(None)
             self._thread.join()
 
-
+# %% ../nbs/04_checkpoint_file.ipynb #cell-059
 def _address(view: memoryview) -> int:
     """Where a writable view's memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -602,7 +602,7 @@ def _cpu_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         copy.copy_(piece)
         yield copy
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-057
+# %% ../nbs/04_checkpoint_file.ipynb #cell-062
 @dataclass(frozen=True)
 class _Part:
     """Some bytes of a tensor, to be digested."""
@@ -657,7 +657,7 @@ class _Digests:
             raise self._failure
         return self.done
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-058
+# %% ../nbs/04_checkpoint_file.ipynb #cell-063
 def _from_memory(
     memory: memoryview, slots: list[Slot], data_start: int, digests: _Digests
 ) -> Iterator[tuple[int, memoryview]]:
@@ -673,7 +673,7 @@ def _from_memory(
     for begin in range(0, len(memory), _STAGING_BYTES):
         yield data_start + begin, memory[begin:begin + _STAGING_BYTES]
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-059
+# %% ../nbs/04_checkpoint_file.ipynb #cell-065
 def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
     """Encode the plain data that stands beside the tree."""
     def _no_tensor(path: TreePath, tensor: torch.Tensor) -> str:
@@ -683,7 +683,7 @@ def _plain_about(snapshot: Snapshot) -> dict[str, Any]:
               "lineage": [segment.to_plain() for segment in snapshot.lineage]}
     return {name: encode_tree(value, _no_tensor, (name,)) for name, value in fields.items()}
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-060
+# %% ../nbs/04_checkpoint_file.ipynb #cell-067
 class Encoding:
     """A snapshot on its way into a file. Its tensors must not change until `chunks` is exhausted, or `relocate` called.
 
@@ -779,7 +779,7 @@ class Encoding:
             raise RuntimeError("the manifest holds digests of every byte: exhaust chunks() first")
         return self._manifest
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-061
+# %% ../nbs/04_checkpoint_file.ipynb #cell-068
 def encode(
     snapshot: Snapshot,  # what a contract captured
 ) -> Encoding:
@@ -798,7 +798,7 @@ def state_digest(
         pass
     return encoding.manifest.state_digest
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-072
+# %% ../nbs/04_checkpoint_file.ipynb #cell-079
 def _open_regular(path: str | os.PathLike) -> int:
     """Open without following a symbolic link, waiting on a FIFO, or touching a device."""
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
@@ -823,12 +823,12 @@ def _open_regular(path: str | os.PathLike) -> int:
         raise
     return fd
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-073
+# %% ../nbs/04_checkpoint_file.ipynb #cell-080
 # With these the device or the file system says that the bytes are lost. Any other error is one of the moment (memory,
 # a signal, a limit): it must not condemn a sound checkpoint.
 _DAMAGED = frozenset(getattr(errno, name, None) for name in ("EIO", "EBADMSG", "EILSEQ", "EUCLEAN")) - {None}
 
-
+# %% ../nbs/04_checkpoint_file.ipynb #cell-082
 class _File:
     """An open regular file that is only read: each read is exact, or a `CheckpointCorruptError`."""
 
@@ -894,7 +894,7 @@ class _File:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-076
+# %% ../nbs/04_checkpoint_file.ipynb #cell-085
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -930,7 +930,7 @@ def _parse_json(text: str, file: _File, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise file.corrupt("header", f"{what} is not valid: {error}") from None
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-077
+# %% ../nbs/04_checkpoint_file.ipynb #cell-086
 def _kind_of(
     begin: bytes | bytearray,  # the first bytes of a file, at most `_DIGEST_AT`
 ) -> type[CheckpointCorruptError]:
@@ -963,7 +963,7 @@ def _read_header(file: _File) -> bytearray:
         raise file.corrupt("header", f"its length {n_bytes} is not a multiple of {PAGE}")
     return header
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-078
+# %% ../nbs/04_checkpoint_file.ipynb #cell-087
 def _what_else(header: bytearray) -> tuple[str, str]:
     """Say what a file is that does not begin as a checkpoint does, and what to do with it."""
     try:
@@ -978,7 +978,7 @@ def _what_else(header: bytearray) -> tuple[str, str]:
                 "digests or an `fttl` document", "load it with safetensors")
     return "expected the beginning of a checkpoint, found other bytes", "use another generation"
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-080
+# %% ../nbs/04_checkpoint_file.ipynb #cell-089
 _FIELDS: dict[str, tuple[type, ...]] = {
     "file_digest": (str,), "schema_version": (int,), "step": (int,), "tokens_seen": (int, type(None)),
     "config": (dict,), "identity": (dict,), "environment": (dict,), "lineage": (list,), "state_digest": (str,),
@@ -1007,7 +1007,7 @@ def _read_document(file: _File, entries: Any) -> dict[str, Any]:
         raise file.corrupt("header", "step and tokens_seen must not be negative")
     return document
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-082
+# %% ../nbs/04_checkpoint_file.ipynb #cell-091
 def _read_entry(file: _File, name: str, entry: Any, digest: Any) -> TensorEntry:
     """Check what the header says of one tensor, with integers that cannot overflow, before anything is allocated."""
     def _whole(values: Any, n: int | None = None) -> bool:
@@ -1030,7 +1030,7 @@ def _read_entry(file: _File, name: str, entry: Any, digest: Any) -> TensorEntry:
         raise file.corrupt(name, "has no digest")
     return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1], digest)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-083
+# %% ../nbs/04_checkpoint_file.ipynb #cell-092
 def _read_entries(
     file: _File, entries: dict[str, Any], digests: dict[str, Any], data_start: int
 ) -> dict[str, TensorEntry]:
@@ -1050,7 +1050,7 @@ def _read_entries(
         raise file.corrupt("length", f"the header describes {data_start + reached} bytes, the file has {file.size}")
     return tensors
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-084
+# %% ../nbs/04_checkpoint_file.ipynb #cell-093
 def _read_tree(file: _File, plain: Any, tensors: dict[str, TensorEntry]) -> Any:
     """Decode the state tree and check that it refers to each tensor of the file, and to no other."""
     met: set[str] = set()
@@ -1088,7 +1088,7 @@ def _read_about(file: _File, document: dict[str, Any]) -> dict[str, Any]:
         raise file.corrupt("header", "an environment is malformed: its facts are not mappings")
     return about
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-085
+# %% ../nbs/04_checkpoint_file.ipynb #cell-094
 def _read_manifest(file: _File) -> Manifest:
     """Read and check the header of an open file."""
     with _uncollected():
@@ -1116,7 +1116,7 @@ def _parse_header(file: _File, header: bytearray) -> Manifest:
                     state_digest=document["state_digest"], file_digest=document["file_digest"], n_bytes=file.size,
                     data_start=data_start, plain_tree=plain_tree)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-086
+# %% ../nbs/04_checkpoint_file.ipynb #cell-095
 def read_manifest(
     path: str | os.PathLike,  # a checkpoint file; a symbolic link is refused
 ) -> Manifest:
@@ -1124,7 +1124,7 @@ def read_manifest(
     with _File(path) as file:
         return _read_manifest(file)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-095
+# %% ../nbs/04_checkpoint_file.ipynb #cell-104
 _BLOCK_BYTES = 2 << 20  # one read while verifying; each of at most 16 workers reuses one such buffer
 
 
@@ -1145,7 +1145,7 @@ def _runs(manifest: Manifest) -> list[list[tuple[str, TensorEntry]]]:
         room -= entry.n_bytes
     return groups
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-096
+# %% ../nbs/04_checkpoint_file.ipynb #cell-105
 def _verify_run(
     file: _File, data_start: int, group: list[tuple[str, TensorEntry]], buffer: memoryview, n_threads: int
 ) -> None:
@@ -1167,7 +1167,7 @@ def _verify_run(
         if found != entry.digest:
             raise file.corrupt(name, f"its bytes have the digest {found[:12]}…, expected {entry.digest[:12]}…")
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-097
+# %% ../nbs/04_checkpoint_file.ipynb #cell-106
 def _verify(file: _File, manifest: Manifest) -> None:
     """Check every byte of the data section, on all cores."""
     groups = _runs(manifest)
@@ -1199,7 +1199,7 @@ def verify(
         _verify(file, manifest)
         return manifest
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-103
+# %% ../nbs/04_checkpoint_file.ipynb #cell-112
 class FileTensor:
     """A tensor that still lies in a verified, open checkpoint file (a `StoredTensor`)."""
 
@@ -1253,7 +1253,7 @@ class FileTensor:
     def __repr__(self) -> str:
         return f"FileTensor({self.name!r}, {self.dtype}, {tuple(self.shape)})"
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-104
+# %% ../nbs/04_checkpoint_file.ipynb #cell-113
 @contextmanager
 def open_checkpoint(
     path: str | os.PathLike,  # a checkpoint file
@@ -1268,7 +1268,7 @@ def open_checkpoint(
             description=manifest.config, identity=manifest.identity, environment=manifest.environment,
             lineage=manifest.lineage, state_digest=manifest.state_digest)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-113
+# %% ../nbs/04_checkpoint_file.ipynb #cell-122
 def _magnitudes(values: torch.Tensor) -> np.ndarray:
     """Give the bits of floating-point numbers as unsigned integers of 64 bits."""
     width = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[values.itemsize]
@@ -1286,7 +1286,7 @@ def ulp_distance(
     apart = np.where(size_a > size_b, size_a - size_b, size_b - size_a)
     return np.where((bits_a ^ bits_b) & sign != 0, size_a + size_b, apart)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-116
+# %% ../nbs/04_checkpoint_file.ipynb #cell-125
 def compare_tensors(
     a: torch.Tensor,  # contiguous, on the CPU
     b: torch.Tensor,  # of the same dtype and shape
@@ -1313,7 +1313,7 @@ def _changed(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     bytes_a, bytes_b = (t.reshape(-1).view(torch.uint8).numpy().reshape(t.numel(), t.itemsize) for t in (a, b))
     return (bytes_a != bytes_b).any(axis=1)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-118
+# %% ../nbs/04_checkpoint_file.ipynb #cell-127
 @dataclass(frozen=True)
 class Difference:
     """One place at which two states differ."""
@@ -1357,7 +1357,7 @@ def _differ(a: Any, b: Any) -> bool:
         return (a.dtype, a.shape, a.digest) != (b.dtype, b.shape, b.digest)
     return a != b
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-119
+# %% ../nbs/04_checkpoint_file.ipynb #cell-128
 def _shown(leaf: Any) -> Any:
     """Give a leaf as a `Difference` holds it."""
     if isinstance(leaf, TensorEntry):
@@ -1395,7 +1395,7 @@ def _compare_values(where: str, *sides: tuple[_File, Manifest, TensorEntry]) -> 
     return Difference(where, "value", max_abs=largest, max_ulp=ulp if inexact else None,
                       share=n_changed * dtype.itemsize / size)
 
-# %% ../nbs/04_checkpoint_file.ipynb #cell-120
+# %% ../nbs/04_checkpoint_file.ipynb #cell-129
 def diff_manifests(
     a: Manifest,  # from `read_manifest` or `verify`
     b: Manifest,  # another
