@@ -207,7 +207,7 @@ class Staged:
                 "optimizer.step() only, or save without overlap"
             )
 
-# %% ../nbs/04a_staging.ipynb #cell-030
+# %% ../nbs/04a_staging.ipynb #cell-031
 class Staging:
     "The memory that a store keeps for saves in the background, and the hooks by which optimizers wait for the copy."
 
