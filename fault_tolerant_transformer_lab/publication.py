@@ -860,7 +860,7 @@ def _looks_sound(generation: Generation) -> bool:
     except (CheckpointError, FileNotFoundError):
         return False
 
-
+# %% ../nbs/05_publication.ipynb #cell-112
 class _Sound:
     "Remembers which files looked sound, until something about them changes: a header of many tensors takes time."
 
@@ -891,7 +891,7 @@ def _facts_of(path: Path | str, directory: int | None = None) -> tuple[int, ...]
         return None
     return facts.st_dev, facts.st_ino, facts.st_mode, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_uid
 
-# %% ../nbs/05_publication.ipynb #cell-113
+# %% ../nbs/05_publication.ipynb #cell-115
 def _outdated(
     found: Sequence[Generation], keep_last: int, keep_every: int | None,
     looks_sound: Callable[[Generation], bool] = _looks_sound,
@@ -904,7 +904,7 @@ def _outdated(
             sound.append(generation.step)
     return to_delete(sound, keep_last=keep_last, keep_every=keep_every)
 
-# %% ../nbs/05_publication.ipynb #cell-117
+# %% ../nbs/05_publication.ipynb #cell-119
 def set_aside(
     disk: Disk,  # the seam
     directory: int,  # from `Disk.open_directory`; the caller holds the writer's lock
@@ -936,7 +936,7 @@ def _remove_temporaries(disk: Disk, directory: int) -> None:
             )
         disk.unlink(directory, name)
 
-# %% ../nbs/05_publication.ipynb #cell-121
+# %% ../nbs/05_publication.ipynb #cell-123
 class CheckpointLockedError(CheckpointError):
     """Another process is writing into this directory; `pid`, `host` and `started` say which.
 
@@ -969,7 +969,7 @@ def _read_holder(fd: int) -> dict[str, Any]:
         isinstance(text, str) and len(text) < 256 and text.isprintable() for text in told)
     return said if believable else {}
 
-# %% ../nbs/05_publication.ipynb #cell-122
+# %% ../nbs/05_publication.ipynb #cell-124
 _LOCK_NAME = ".lock"
 _held: "set[WriterLock]" = set()
 _fork_hook: list[bool] = []
@@ -991,7 +991,7 @@ def _lock_file(disk: Disk, directory: int) -> int:  # directory: an open one; th
     where = place_of(disk.path_of(directory) / _LOCK_NAME)
     raise CheckpointError(f"{where} must be a regular file with one name: remove it")
 
-# %% ../nbs/05_publication.ipynb #cell-125
+# %% ../nbs/05_publication.ipynb #cell-127
 class WriterLock:
     "The right to write into a directory: while held, `directory` is its descriptor and no other process has the right."
 
@@ -1070,7 +1070,7 @@ class WriterLock:
                 os.close(fd)
         self._fd = self.directory = None
 
-# %% ../nbs/05_publication.ipynb #cell-132
+# %% ../nbs/05_publication.ipynb #cell-134
 @dataclass(frozen=True)
 class Published:
     "A checkpoint that is on the device under its final name."
@@ -1087,7 +1087,7 @@ def _require_space(disk: Disk, directory: int, need: int) -> None:
         shortage = OSError(errno.ENOSPC, f"need {need:,} bytes, have {have:,}")
         raise PublicationError("free_bytes", disk.path_of(directory), shortage)
 
-# %% ../nbs/05_publication.ipynb #cell-135
+# %% ../nbs/05_publication.ipynb #cell-137
 def _require_newest(
     step: int, found: Sequence[Generation], looks_sound: Callable[[Generation], bool] = _looks_sound
 ) -> None:
@@ -1114,7 +1114,7 @@ def _require_same_state(generation: Generation, snapshot: Snapshot) -> None:
             "which sets this one aside, or use another directory"
         )
 
-# %% ../nbs/05_publication.ipynb #cell-138
+# %% ../nbs/05_publication.ipynb #cell-140
 def _warn_about_permissions(directory: Path) -> None:
     for path in (directory, directory.parent):
         mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -1125,7 +1125,7 @@ def _warn_about_permissions(directory: Path) -> None:
                 f"chmod go-w {path.name}", stacklevel=3,
             )
 
-# %% ../nbs/05_publication.ipynb #cell-141
+# %% ../nbs/05_publication.ipynb #cell-144
 class _Writer(Generations):
     "The holder of a directory's lock, who publishes."
 
@@ -1174,7 +1174,7 @@ class _Writer(Generations):
         self._lock.require_held()
         return directory
 
-# %% ../nbs/05_publication.ipynb #cell-145
+# %% ../nbs/05_publication.ipynb #cell-148
 class _Publisher(_Writer):
     "Publishes encodings and retains what must stay."
 
@@ -1232,7 +1232,7 @@ def _until(
             raise CheckpointError("the save was interrupted: nothing was published")
         yield chunk
 
-# %% ../nbs/05_publication.ipynb #cell-149
+# %% ../nbs/05_publication.ipynb #cell-152
 class Pending:
     "A save that goes on in the background. Its failure is raised once: by `result`, or by the store's next call."
 
@@ -1298,7 +1298,7 @@ class Pending:
         if (error := self.failure()) is not None:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
 
-# %% ../nbs/05_publication.ipynb #cell-152
+# %% ../nbs/05_publication.ipynb #cell-156
 class _Background(_Publisher):
     "Publishes in the background, one state at a time, and loses no failure."
 
@@ -1362,7 +1362,7 @@ class _Background(_Publisher):
         if failure is not None and error is not None:
             error.add_note(f"The save in the background failed as well: {failure}")
 
-# %% ../nbs/05_publication.ipynb #cell-156
+# %% ../nbs/05_publication.ipynb #cell-160
 class _Saver(_Background):
     "Captures states and publishes them, now or in the background."
 
@@ -1426,7 +1426,7 @@ class _Saver(_Background):
                 self._staging.forget()
             raise
 
-# %% ../nbs/05_publication.ipynb #cell-159
+# %% ../nbs/05_publication.ipynb #cell-164
 class CheckpointStore(_Saver):
     "A directory of checkpoints; as a context manager it is the one writer."
 
