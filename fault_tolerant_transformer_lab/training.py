@@ -222,7 +222,7 @@ class NonFiniteLossError(TrainingError):
         return (f"step {self.step}: expected a finite {self.quantity}, got {self.value}; no update was made, and the "
                 "checkpoints are as they were. Lower the learning rate, set grad_clip, or look at this step's batch")
 
-
+# %% ../nbs/06_training.ipynb #cell-033
 def how_to_go_on(
     checkpoint: Path | None,  # saved last; None where there is none
 ) -> str:  # a clause
@@ -261,7 +261,7 @@ def signal_name(
     except ValueError:
         return f"signal {number}"
 
-# %% ../nbs/06_training.ipynb #cell-035
+# %% ../nbs/06_training.ipynb #cell-037
 def chosen_device(
     name: str,  # "cpu", "cuda", "cuda:N", or "auto" for a GPU where there is one
 ) -> torch.device:
@@ -290,7 +290,7 @@ def moved(
         return batch
     return Batch(*(tokens.pin_memory().to(device, non_blocking=True) for tokens in (batch.inputs_BT, batch.targets_BT)))
 
-# %% ../nbs/06_training.ipynb #cell-040
+# %% ../nbs/06_training.ipynb #cell-042
 BOUNDARIES = ("before_forward", "after_backward", "after_update", "during_write", "after_publication")
 OnBoundary = Callable[[str, int], None]
 
@@ -301,7 +301,7 @@ def no_boundary(
 ) -> None:
     "Do nothing at a boundary."
 
-# %% ../nbs/06_training.ipynb #cell-042
+# %% ../nbs/06_training.ipynb #cell-044
 class RunObserver(Protocol):
     "Looks into a run from inside `train`, which hands its run to nobody. It may look and may not change anything."
 
@@ -320,7 +320,7 @@ class RunObserver(Protocol):
     ) -> None:
         "See a step right after its update, before its boundary `after_update`."
 
-# %% ../nbs/06_training.ipynb #cell-044
+# %% ../nbs/06_training.ipynb #cell-046
 @contextmanager
 def untouched(
     model: nn.Module,  # whose modules' training flags are put back one by one
@@ -349,7 +349,7 @@ def evaluation_loss(
             n += batch.targets_BT.numel()
     return total / n
 
-# %% ../nbs/06_training.ipynb #cell-045
+# %% ../nbs/06_training.ipynb #cell-048
 N_EVALUATION_BATCHES = 8  # at most; few enough that evaluating now and then costs little
 
 
@@ -383,7 +383,7 @@ def require_finite(
         if not math.isfinite(value):
             raise NonFiniteLossError(step, name.replace("_", " "), value)
 
-# %% ../nbs/06_training.ipynb #cell-046
+# %% ../nbs/06_training.ipynb #cell-050
 class TrainingRun:
     "One experiment in memory: what decides the next update is in `contract`, or is a function of config and step."
 
@@ -460,7 +460,7 @@ class TrainingRun:
         losses = {"validation_loss": self.evaluate()}
         return losses if self.ema is None else losses | {"ema_validation_loss": self.evaluate(self.ema)}
 
-# %% ../nbs/06_training.ipynb #cell-060
+# %% ../nbs/06_training.ipynb #cell-064
 class StopRequest:
     "Remembers the first signal that asked the run to stop; `signal` is None before."
 
@@ -499,7 +499,7 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         put_back()
 
-# %% ../nbs/06_training.ipynb #cell-066
+# %% ../nbs/06_training.ipynb #cell-070
 def encode_line(
     row: dict[str, Any],  # plain values, finite
 ) -> bytes:  # canonical JSON and a newline
@@ -516,7 +516,7 @@ class Reconciled:
     dropped: int  # lines that are gone: of steps to be done again, torn, repeated or contradicting
     reached: int = field(default=0, compare=False)  # highest step of any line, kept or not: a run was there
 
-
+# %% ../nbs/06_training.ipynb #cell-072
 def reconcile(
     data: bytes,  # `metrics.jsonl` as it was found, possibly torn
     losses: Sequence[float],  # the restored history: the loss of step s at s - 1
@@ -565,7 +565,7 @@ def _logged_step(line: bytes, losses: Sequence[float]) -> int | None:
     step, loss = _row_of(line)
     return step if step is not None and step <= len(losses) and loss == losses[step - 1] else None
 
-# %% ../nbs/06_training.ipynb #cell-070
+# %% ../nbs/06_training.ipynb #cell-076
 _T = TypeVar("_T")
 
 
@@ -613,7 +613,7 @@ class RunDisk(ForwardingDisk):
         "Write at the end of a file."
         return self.perform("append", self.path_of(fd), lambda op: os.write(fd, op.data or b""), data=data)
 
-# %% ../nbs/06_training.ipynb #cell-072
+# %% ../nbs/06_training.ipynb #cell-078
 def read_regular(
     path: Path,  # in a run's folder
 ) -> bytes | None:  # None where there is no such name
@@ -635,7 +635,7 @@ def read_regular(
             os.close(fd)
     raise TrainingError(f"{place_of(path)}: expected a regular file, found {wrong}; remove it")
 
-# %% ../nbs/06_training.ipynb #cell-075
+# %% ../nbs/06_training.ipynb #cell-081
 class MetricsLog:
     "`metrics.jsonl`: once open, it has one line for each completed step that is due, and no other line."
 
@@ -692,7 +692,7 @@ class MetricsLog:
             raise TrainingError(f"{self.path.name} is not open: call open() first")
         return self._fd
 
-# %% ../nbs/06_training.ipynb #cell-079
+# %% ../nbs/06_training.ipynb #cell-085
 @dataclass(frozen=True)
 class RunResult:
     "What a call of `train` leaves behind: the content of `result.json`, and the folder it lies in."
@@ -727,7 +727,7 @@ def write_json(
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode("utf-8"), disk, parents=False)
 
-# %% ../nbs/06_training.ipynb #cell-081
+# %% ../nbs/06_training.ipynb #cell-087
 def earlier_starts(
     path: Path,  # of a `manifest.json`, which need not be there
     log_every: int = 1,  # stands for the cadences of a manifest that has none
@@ -762,7 +762,7 @@ def due_lines(
         every[start:] = [cadence] * max(0, n_steps - start)
     return {step for step, cadence in enumerate(every, start=1) if step % cadence == 0}
 
-# %% ../nbs/06_training.ipynb #cell-085
+# %% ../nbs/06_training.ipynb #cell-091
 _logger = logging.getLogger(__name__)
 
 
@@ -830,7 +830,7 @@ class FolderSession(ABC):
                 f"{self.run.progress.step}; its checkpoints are in the moved folder ({saved}). Nothing was written in "
                 "its old place: put the folder back, or go on in the new place")
 
-
+# %% ../nbs/06_training.ipynb #cell-093
 class Session(FolderSession):
     "One call of `train`: a run, its folder, its writer's lock, and what is known of it so far."
 
@@ -852,7 +852,7 @@ class Session(FolderSession):
         "Whether the store's directory is still at its path."
         return self.store.is_at(self.directory / "checkpoints")
 
-# %% ../nbs/06_training.ipynb #cell-087
+# %% ../nbs/06_training.ipynb #cell-095
 def may_go_on(
     session: Session,  # in which it happened
     error: PublicationError,  # of a save, or of the log
@@ -892,7 +892,7 @@ def publish_step(
         session.checkpoint, session.state_digest, session.saved = published.path, published.state_digest, published.step
         session.run.on_boundary("after_publication", published.step)
 
-# %% ../nbs/06_training.ipynb #cell-089
+# %% ../nbs/06_training.ipynb #cell-097
 def settle(
     session: Session,  # which may have a save in the background
     *,
@@ -935,7 +935,7 @@ def _save(session: Session, last: bool) -> None:
 
     publish_step(session, step, attempt, last=last)
 
-# %% ../nbs/06_training.ipynb #cell-091
+# %% ../nbs/06_training.ipynb #cell-099
 def append_row(
     session: Session,  # with its log open
     row: dict[str, Any],  # of the step just completed
@@ -951,7 +951,7 @@ def append_row(
                          f"{error}", logging.WARNING)
     session.log_waits = bool(session.log.unwritten)
 
-# %% ../nbs/06_training.ipynb #cell-093
+# %% ../nbs/06_training.ipynb #cell-101
 def check_resume(
     store: CheckpointStore,  # of the run's folder
     resume: Literal["auto", "never", "must"],  # the wish
@@ -973,7 +973,7 @@ def check_resume(
                                 "resume='auto' to begin at step 0", empty=True)
     return not empty
 
-# %% ../nbs/06_training.ipynb #cell-097
+# %% ../nbs/06_training.ipynb #cell-105
 def restore(
     session: Session,  # holds the lock; its run is at step 0
     step: int | None,  # a generation to go back to; None takes the newest sound one
@@ -991,7 +991,7 @@ def restore(
     session.state_digest = read_manifest(restored.path).state_digest
     session.note(f"resumed from step {restored.step}, {restored.path.name}")
 
-# %% ../nbs/06_training.ipynb #cell-099
+# %% ../nbs/06_training.ipynb #cell-107
 def open_log(
     session: FolderSession,  # at its first step
 ) -> None:
@@ -1029,7 +1029,7 @@ def write_manifest(
         "starts": session.starts, "cadences": session.cadences,
     }, session.disk)
 
-# %% ../nbs/06_training.ipynb #cell-101
+# %% ../nbs/06_training.ipynb #cell-109
 def progress_bar_of(
     session: Session,  # at its first step
     goal: int,  # completed steps to reach
@@ -1073,7 +1073,7 @@ def advance_to(
     if progress.step not in (begun, session.saved):
         save_step(session, last=True)
 
-
+# %% ../nbs/06_training.ipynb #cell-111
 def tells_the_same(
     path: Path,  # of a `result.json`, which need not be there
     result: RunResult,  # of a call that found nothing to do
@@ -1113,7 +1113,7 @@ def finish(
         write_json(path, result.to_plain(), session.disk)
     return result
 
-# %% ../nbs/06_training.ipynb #cell-102
+# %% ../nbs/06_training.ipynb #cell-112
 def train(
     config: ExperimentConfig,  # what to train
     directory: Path | str,  # the run's folder, made where it is missing
