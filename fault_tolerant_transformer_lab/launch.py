@@ -698,7 +698,10 @@ def orphaned(name, step):
             and marker.name == "first":
         Path(folder, "orphans").write_text(str(os.getpid()))
         os.kill(os.getppid(), signal.SIGKILL)
+        until = time.monotonic() + float(sys.argv[5])
         while not marker.exists():
+            if time.monotonic() > until:  # whoever wanted to see it is gone
+                os._exit(1)
             time.sleep(0.05)
 
 train_distributed(config, folder, parallel=parallel, on_boundary=orphaned, timeout_s=100)
@@ -711,9 +714,11 @@ def outlive_launcher(
     parallel: Parallel,  # the mode
     size: int,  # ranks
     *,
-    timeout_s: float = 120.0,  # for each of the two launches
+    timeout_s: float = 300.0,  # for each of the two launches
 ) -> tuple[dict[str, Any], str]:  # what the second launch left as `result.json`, and what the orphans said
-    "SIGKILL the launcher before the second save, launch again while its ranks live on, and let these try to save."
+    """SIGKILL the launcher before the second save, launch again while its ranks live on, and let these try to save.
+
+    Raises `TrainingError` where a launch fails, or does not end in time."""
     if config.steps < 2 * config.cadence("a proof"):
         raise ConfigError(f"steps: expected {2 * config.cadence('a proof')} or more, for two saves, got {config.steps}")
     folder, marker = Path(folder).absolute(), Path(folder).absolute() / "first"
@@ -723,7 +728,7 @@ def outlive_launcher(
     plain = json.dumps(config.describe())
 
     def _command(name: str) -> list[str]:
-        arguments = ["-c", _ORPHAN, plain, str(folder), parallel, str(folder / name)]
+        arguments = ["-c", _ORPHAN, plain, str(folder), parallel, str(folder / name), str(2 * timeout_s)]
         return [sys.executable, "-c", program, str(size), *arguments]
 
     with tempfile.TemporaryFile() as said:
@@ -733,6 +738,9 @@ def outlive_launcher(
             second = subprocess.run(_command("second"), timeout=timeout_s, capture_output=True, text=True, check=False)
             marker.touch()
             _wait_for_end(int((folder / "orphans").read_text()), timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TrainingError(f"a launch of {size} ranks did not end within {timeout_s:g} s; is the machine busy, or "
+                                "does a rank wait for another?") from error
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(first.pid, signal.SIGKILL)
@@ -753,9 +761,12 @@ def prove_launcher(
     "Kill the launcher, launch again while its ranks live on, and compare the end with the undisturbed run's."
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         straight = run_ranks(_attempt(config, Path(name) / "straight", parallel, None), size)
-        result, said = outlive_launcher(config, Path(name) / "outlived", parallel, size)
+        place = f"launcher in step {2 * config.cadence('a proof')}, its ranks live on"
+        try:
+            result, said = outlive_launcher(config, Path(name) / "outlived", parallel, size)
+        except TrainingError as error:
+            return MatrixCell(parallel, size, (place,), True, (None,), False, str(error))
     equal = result["state_digest"] == straight[0][0]
-    place = f"launcher in step {2 * config.cadence('a proof')}, its ranks live on"
     return MatrixCell(parallel, size, (place,), "FencedError" in said, (result["resumed_from"],), equal,
                       "" if equal else "other bits")
 

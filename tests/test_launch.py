@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fault_tolerant_transformer_lab import launch as launch_module
 from fault_tolerant_transformer_lab.config import ConfigError, load_config, shipped_config
 from fault_tolerant_transformer_lab.contract import CheckpointError, Progress, RandomGenerators
 from fault_tolerant_transformer_lab.distributed import LocalShards, RankContract, RankFailure, Ranks, run_ranks
@@ -32,14 +33,16 @@ from fault_tolerant_transformer_lab.launch import (
     launch,
     lost_a_peer,
     operations_of,
+    outlive_launcher,
     places_of,
     prove_distributed,
+    prove_launcher,
     prove_ranks,
     train_rank,
 )
 from fault_tolerant_transformer_lab.publication import Disk
 from fault_tolerant_transformer_lab.sharded import TOLD_BY, read_generation
-from fault_tolerant_transformer_lab.training import TrainingRun, deterministic
+from fault_tolerant_transformer_lab.training import TrainingError, TrainingRun, deterministic
 
 TINY = load_config(shipped_config("smoke")).replace(
     grad_accumulation=2, batch_size=1, n_layers=1, d_model=8, n_heads=1, steps=4, checkpoint_every=2)
@@ -98,6 +101,14 @@ def test_what_ranks_cannot_do_is_refused():
             TrainingRun(shards)
     with pytest.raises(ConfigError, match="nproc: expected 1 or more ranks, got 0"):
         launch([], 0)
+
+
+def test_a_launch_that_takes_too_long_is_told_and_a_cell_of_the_table(tmp_path, monkeypatch):
+    with pytest.raises(TrainingError, match="a launch of 2 ranks did not end within 0.1 s"):
+        outlive_launcher(TINY, tmp_path / "run", "ddp", 2, timeout_s=0.1)
+    monkeypatch.setattr(launch_module, "outlive_launcher", partial(outlive_launcher, timeout_s=0.1))
+    cell = prove_launcher(TINY, "ddp", 2, scratch=tmp_path)
+    assert not cell.equal and "did not end within 0.1 s" in cell.problem
 
 
 def test_only_a_rank_with_a_cause_of_its_own_speaks():
