@@ -37,6 +37,17 @@ _QUARTO = {("echo:", "false"): "remove-input", ("output:", "false"): "remove-out
 _READ_ELSEWHERE = {"default_exp", "hide", "hide_line", "filter_stream", "eval:", "code-summary:"}
 
 
+LONG_OUTPUT, LONG_IMPORTS = 40, 12  # lines; longer outputs scroll, longer lists of imports are folded
+
+
+def _only_imports(source: str) -> bool:
+    "Whether a cell brings names in and does nothing else."
+    if not source.startswith(("import ", "from ")):
+        return False
+    plain = (ast.Import, ast.ImportFrom, ast.If, ast.Try)  # under TYPE_CHECKING, or guarded
+    return all(isinstance(statement, plain) for statement in ast.parse(source).body)
+
+
 class Tags(Processor):
     "Turns each directive into the tag by which MyST-NB, or the style sheet, does what it says; refuses unknown ones."
 
@@ -53,6 +64,8 @@ class Tags(Processor):
             tags += [tag] if tag else []
         told = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
         tags += ["message"] if told and not re.search(r"\S {2,}\S", told) else []
+        tags += ["scroll-output"] if told.count("\n") > LONG_OUTPUT else []
+        tags += ["hide-input"] if cell.source.count("\n") > LONG_IMPORTS and _only_imports(cell.source) else []
         cell.metadata["tags"] = tags
         if not cell.source and not cell.get("outputs"):
             del cell["source"]

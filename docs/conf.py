@@ -26,6 +26,7 @@ source_suffix = {".ipynb": "myst-nb", ".md": "myst-nb"}
 exclude_patterns = ["jupyter_execute"]
 nb_execution_mode = "off"  # the committed outputs are what is shown
 nb_merge_streams = True
+nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"  # of what is folded: long lists of imports
 nb_render_markdown_format = "myst"  # else a table among the outputs would be shown as text
 myst_enable_extensions = ["dollarmath", "attrs_inline", "attrs_block"]
 myst_heading_anchors = 4
