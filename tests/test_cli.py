@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ COMMANDS = ("train", "prove", "prove-script", "check-certificate", "verify", "in
 TEXT = {"data": "text:corpus.txt", "tokenizer": "byte", "vocab_size": 257, "block_size": 16, "d_model": 16,
         "n_heads": 2, "n_layers": 1, "dropout": 0.1, "seed": 3, "steps": 4, "batch_size": 2, "learning_rate": 1e-3,
         "checkpoint_every": 2}
+
+
+STARTED: list[subprocess.Popen[str]] = []
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -45,9 +48,19 @@ def fttl(*arguments: object, cwd: Path | None = None, **changes: str) -> subproc
 
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Start `fttl` as a process of its own."""
-    return subprocess.Popen(command(*arguments), cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    """Start `fttl` as a process of its own, which `none_is_left` ends where the test does not."""
+    STARTED.append(subprocess.Popen(command(*arguments), cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE,
+                                    stderr=subprocess.PIPE))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    """End what a test that failed would leave training for ever."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], status: int, *words: str) -> str:
