@@ -190,15 +190,18 @@ def rounds_of(ways: dict[str, Callable[[], Cost]], n_rounds: int, base: str) -> 
             costs[name].append(ways[name]())
             wall, cpu = (1e3 * seconds for seconds in costs[name][-1])
             print(f"round {turn + 1}/{n_rounds}  {name:42} {wall:10.3f} ms a step, CPU {cpu:10.3f} ms", flush=True)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, found in costs.items():
-        rows[name] = {}
-        for clock, key in enumerate(("", "cpu_")):
-            own = [cost[clock] for cost in found]
-            ratios = [mine / other[clock] for mine, other in zip(own, costs[base], strict=True)]
-            rows[name] |= {f"{key}seconds_per_step": own, f"{key}median_s": statistics.median(own),
-                           f"{key}ratio": statistics.median(ratios), f"{key}ratios": ratios}
-    return rows
+    return {name: row_of(found, costs[base]) for name, found in costs.items()}
+
+
+def row_of(own: list[Cost], beside: list[Cost]) -> dict[str, Any]:
+    """What a way costs, and the ratio to what each of its windows is compared with, by both clocks."""
+    row: dict[str, Any] = {}
+    for clock, key in enumerate(("", "cpu_")):
+        mine = [cost[clock] for cost in own]
+        ratios = [cost / other[clock] for cost, other in zip(mine, beside, strict=True)]
+        row |= {f"{key}seconds_per_step": mine, f"{key}median_s": statistics.median(mine),
+                f"{key}ratio": statistics.median(ratios), f"{key}ratios": ratios}
+    return row
 
 
 def between(ways: dict[str, Callable[[], Cost]], base: Callable[[], Cost], n_rounds: int) -> dict[str, dict[str, Any]]:
@@ -217,14 +220,7 @@ def between(ways: dict[str, Callable[[], Cost]], base: Callable[[], Cost], n_rou
             wall, cpu = (a / b for a, b in zip(*found[name][-1], strict=True))
             print(f"round {turn + 1}/{n_rounds}  {name:42} {1e3 * own[0]:10.3f} ms a step, ratio {wall:.3f}, "
                   f"CPU {cpu:.3f}", flush=True)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, pairs in found.items():
-        rows[name] = {}
-        for clock, key in enumerate(("", "cpu_")):
-            own_s, ratios = [own[clock] for own, _ in pairs], [own[clock] / near[clock] for own, near in pairs]
-            rows[name] |= {f"{key}seconds_per_step": own_s, f"{key}median_s": statistics.median(own_s),
-                           f"{key}ratio": statistics.median(ratios), f"{key}ratios": ratios}
-    return rows
+    return {name: row_of([own for own, _ in pairs], [near for _, near in pairs]) for name, pairs in found.items()}
 
 
 def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, float]:

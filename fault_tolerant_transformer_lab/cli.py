@@ -7,14 +7,15 @@ __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Hel
            'reduced', 'parse_arguments', 'path_from', 'whole_from', 'number_from', 'made_by', 'within', 'failure',
            'for_command_line', 'shortened', 'table', 'size', 'printable', 'is_generation', 'folder_of', 'set_aside_in',
            'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'as_json', 'warned',
-           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'with_ranks', 'check_ranks_wanted', 'launched',
-           'trained_as_rank', 'report_rank', 'Verify', 'lineage_line', 'plain_tensors', 'plain_manifest', 'settings',
-           'inspection', 'Inspect', 'difference_row', 'differences_of', 'recorded_differences', 'Diff', 'new_file',
-           'Export', 'Import', 'written', 'Sample', 'config_of', 'require_held', 'tokenizer_of', 'counted',
-           'proof_outcome', 'ranks_outcome', 'Prove', 'check_together', 'prove_ranks_of', 'reports_of', 'argument_from',
-           'CheckCertificate', 'ProveScript', 'Plan', 'takes_files', 'can_be_written', 'CompareTuning',
-           'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say', 'open_closed_streams', 'WarningLines',
-           'warnings_in_lines', 'execute', 'main', 'train_smoke', 'compare_tuning']
+           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'usual_way', 'with_ranks',
+           'check_ranks_wanted', 'launched', 'trained_as_rank', 'report_rank', 'Verify', 'lineage_line',
+           'plain_tensors', 'plain_manifest', 'settings', 'inspection', 'Inspect', 'difference_row', 'differences_of',
+           'recorded_differences', 'Diff', 'new_file', 'Export', 'Import', 'written', 'Sample', 'config_of',
+           'require_held', 'tokenizer_of', 'counted', 'proof_outcome', 'ranks_outcome', 'Prove', 'check_together',
+           'prove_ranks_of', 'reports_of', 'argument_from', 'CheckCertificate', 'ProveScript', 'Plan', 'takes_files',
+           'can_be_written', 'CompareTuning', 'report_outcome', 'Crashtest', 'soak_outcome', 'Soak', 'say',
+           'open_closed_streams', 'WarningLines', 'warnings_in_lines', 'execute', 'main', 'train_smoke',
+           'compare_tuning']
 
 # %% ../nbs/10_cli.ipynb #cell-003
 import sys
@@ -631,15 +632,22 @@ class TrainSmoke:
         return Train(config=self.config, output=self.output, overrides={}).run()
 
 # %% ../nbs/10_cli.ipynb #cell-076
+def usual_way(
+    config: ExperimentConfig,  # what is trained
+) -> Literal["ddp", "elastic"]:
+    "How ranks share the work where nobody said it: elastic where the configuration has logical shards."
+    return "ddp" if config.elastic.logical_shards is None else "elastic"
+
+
 def with_ranks(
     train: "Train",  # as typed
     config: ExperimentConfig,  # what it trains
 ) -> "Train":  # with the way in which ranks share the work, where there are ranks
     "Fill in what is left out: elastic where the configuration has logical shards, on one rank if no number is given."
-    started = "RANK" in os.environ
-    if config.elastic.logical_shards is not None and train.parallel == "none":
-        return replace(train, parallel="elastic", nproc=train.nproc if started else train.nproc or 1)
-    return replace(train, parallel="ddp") if train.parallel == "none" and train.nproc is not None else train
+    way, is_rank = usual_way(config), "RANK" in os.environ
+    if train.parallel != "none" or (way == "ddp" and train.nproc is None):
+        return train
+    return replace(train, parallel=way, nproc=1 if train.nproc is None and not is_rank else train.nproc)
 
 
 def check_ranks_wanted(
@@ -1309,8 +1317,7 @@ def prove_ranks_of(
     )
     from fault_tolerant_transformer_lab.training import deterministic
 
-    way: Literal["ddp", "elastic"] = "ddp" if config.elastic.logical_shards is None else "elastic"
-    parallel = way if command.parallel == "none" else command.parallel
+    parallel = usual_way(config) if command.parallel == "none" else command.parallel
     check_ranks(config, parallel, n)
     step = min(config.cadence("a proof"), config.steps)
     with deterministic(threads=command.threads):

@@ -195,6 +195,7 @@ REFUSED = [
     (["--nproc", "3", "--parallel", "elastic"], "grad_accumulation: expected at least 3 logical shards"),
     (["--nproc", "2", "--ema-decay", "0.9"], "ema_decay"),
     (["--nproc", "2", "--parallel", "ddp", "--elastic.logical-shards", "2"], "expected elastic, since"),
+    (["--nproc", "0", "--elastic.logical-shards", "2"], "from 1 to 1024, got 0"),
     (["--nproc", "3", "--elastic.logical-shards", "2"], "expected at least 3 logical shards"),
     (["--nproc", "2", "--elastic.logical-shards", "4"], "elastic.logical_shards: expected the micro-batches of a step"),
     (["--max-restarts", "1"], "--max-restarts: expected with --nproc"),
