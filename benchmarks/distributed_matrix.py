@@ -53,7 +53,7 @@ def main() -> int:
                 continue
             chains = places_of(size, step=2, operations=operations_of(CONFIG, parallel, size, 2)) \
                 if arguments.full else part(parallel, size)
-            cells = prove_distributed(CONFIG, parallel, size, chains)
+            cells = prove_distributed(CONFIG, parallel, size, chains, timeout_s=600)
             if arguments.full and size > 1 and parallel != "elastic":
                 cells.append(prove_launcher(CONFIG, parallel, size))
             found["cells"] += [asdict(cell) for cell in cells]

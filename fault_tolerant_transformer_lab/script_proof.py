@@ -938,7 +938,8 @@ def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, plac
         if first < 0 and seen != before:
             first = now
         if poll and seen == last and seen != counted:  # at rest since the last look
-            count, counted = count + sum(seen[name] != counted.get(name) for name in seen), seen
+            count += sum(seen[name] != counted.get(name) and any(size for *_, size in seen[name]) for name in seen)
+            counted = seen  # what is empty was opened, and is not written yet
         if poll and (0 < poll.new <= count or (poll.seconds >= 0 and first >= 0 and now - first >= poll.seconds)):
             return -signal.SIGKILL, True, first, count
     return None, False, first, count

@@ -3,13 +3,13 @@
 import errno
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -110,8 +110,7 @@ def one_thread():
 
 
 def in_process(code, *arguments):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True,
-                          text=True, timeout=120)
+    return forked.run([sys.executable, "-c", textwrap.dedent(code), *arguments], timeout=120)
 
 
 def test_the_published_state_is_that_of_the_call_though_every_tensor_changes_right_after(directory):
@@ -417,8 +416,7 @@ SAVE_AND = """
 
 def child(directory, after, name="write", where=".tmp", overlap=False):
     code = textwrap.dedent(SAVE_AND.format(name=name, where=where, overlap=overlap)) + textwrap.dedent(after)
-    return subprocess.run([sys.executable, "-c", code, str(directory), str(Path(__file__).parent)],
-                          capture_output=True, text=True, timeout=120)
+    return forked.run([sys.executable, "-c", code, directory, Path(__file__).parent], timeout=120)
 
 
 @pytest.mark.parametrize("name, where", [("create", ".tmp"), ("write", ".tmp"), ("fsync", ".tmp"), ("replace", ".tmp")])

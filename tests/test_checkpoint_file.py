@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ import tracemalloc
 from collections import Counter, OrderedDict
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -1019,10 +1019,10 @@ def write(tree):
 
 
 def measured(code, *arguments):
-    """Run code in a fresh process; give the numbers that it prints."""
+    """Run code in a process of its own; give the numbers that it prints."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs /proc/self/clear_refs to reset the peak")
-    done = subprocess.run([sys.executable, "-c", MEASURE + code, *map(str, arguments)], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", MEASURE + code, *arguments])
     assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.split()]
 

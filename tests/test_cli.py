@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from blake3 import blake3
 
@@ -42,9 +43,14 @@ def command(*arguments: object) -> list[str]:
 
 
 def fttl(*arguments: object, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run `fttl` as a process of its own and wait for it."""
-    return subprocess.run(command(*arguments), cwd=cwd, env=environment(**changes), text=True, capture_output=True,
-                          timeout=900, check=False)
+    """Run `fttl` as a process of its own, forked from one that has imported torch, and wait for it."""
+    return forked.run(command(*arguments), cwd=cwd, env=environment(**changes))
+
+
+def fresh(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `fttl` as a shell starts it, and wait for it."""
+    return subprocess.run(command(*arguments), cwd=cwd, env=environment(), text=True, capture_output=True, timeout=900,
+                          check=False)
 
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
@@ -107,7 +113,7 @@ def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, seconds: floa
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the finished smoke run `A`, which no test changes."""
     folder = tmp_path_factory.mktemp("trained")
-    done = fttl("train", "--config", SMOKE, "--output", "A", cwd=folder)
+    done = fresh("train", "--config", SMOKE, "--output", "A", cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "A.stdout").write_text(done.stdout)
     return folder
@@ -140,7 +146,7 @@ def test_train_help_names_every_field_of_the_configuration() -> None:
 
 
 def test_version() -> None:
-    done = fttl("--version")
+    done = fresh("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"fttl {__version__}\n", "")
 
 
@@ -173,7 +179,7 @@ def test_stopped_and_resumed_is_bitwise_equal(trained: Path, tmp_path: Path) -> 
     first = fttl("train", "--config", SMOKE, "--output", "B", "--stop-after-step", 4, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert json.loads((tmp_path / "B" / "result.json").read_text())["steps"] == 4
-    second = fttl("train", "--config", SMOKE, "--output", "B", "--resume", "must", cwd=tmp_path)
+    second = fresh("train", "--config", SMOKE, "--output", "B", "--resume", "must", cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     assert "resumed from step 4" in second.stdout
     result = json.loads((tmp_path / "B" / "result.json").read_text())

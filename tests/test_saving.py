@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from fault_tolerant_transformer_lab.checkpoint_file import diff, read_manifest, verify
@@ -323,7 +324,7 @@ def test_the_mode_of_a_run_is_a_flag_of_its_command_and_changes_no_bit(tmp_path)
     for mode in MODES:
         command = [sys.executable, "-c", program, "train", "--config", "config.json", "--output", mode,
                    "--checkpoint-mode", mode, "--threads", "1"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = forked.run(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         newest = tmp_path / mode / "checkpoints" / "step-00000008.safetensors"
         assert json.loads((tmp_path / mode / "manifest.json").read_text())["config"]["checkpoint_mode"] == mode
@@ -482,8 +483,7 @@ for number, (kill, nth, place) in enumerate([("there", n, None) for n in range(5
 def test_a_kill_while_a_checkpoint_is_written_in_the_background_leaves_the_earlier_one(tmp_path, direct, mode):
     config = TINY.replace(checkpoint_mode=mode)
     (tmp_path / "config.json").write_text(canonical_json(config.describe()))
-    command = [sys.executable, "-c", KILLED, tmp_path / "config.json", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forked.run([sys.executable, "-c", KILLED, tmp_path / "config.json", tmp_path / "run"])
     assert done.stdout.split() == ["-9"] * 11, done.stderr
     for number in range(11):
         assert steps_in(tmp_path / f"run-{number}") == [2]

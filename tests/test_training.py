@@ -16,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -977,12 +978,12 @@ except KeyboardInterrupt:
 """
 
 
-def signalled(folder: Path, *numbers: int, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def signalled(folder: Path, *numbers: int, flags: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     "Run a child that sends itself signals in the middle of step 3."
     path = folder.with_suffix(".json")
     path.write_text(canonical_json(TINY.describe()))
     command = [sys.executable, "-c", SIGNALLED, path, folder, ",".join(str(int(n)) for n in numbers), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return forked.run(command)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

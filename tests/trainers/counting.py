@@ -42,7 +42,9 @@ def save(state):
             os.fsync(file.fileno())
         sync(args.out)
     elif args.how == "native":
-        subprocess.run(["dd", f"of={path}", "status=none"], input=text.encode(), check=True)
+        with subprocess.Popen(["dd", f"of={path}", "status=none"], stdin=subprocess.PIPE) as writer:
+            time.sleep(0.05)  # the file is open, and empty
+            writer.communicate(text.encode())
     elif args.how == "quiet":
         try:
             with open(path + ".tmp", "w") as file:
