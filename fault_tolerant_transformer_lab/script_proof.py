@@ -1714,11 +1714,14 @@ def _after_resume(proving: _Proving, place: Strike | Poll) -> Strike | Poll:
     return replace(place, nth=place.nth + len(before))
 
 
-def _struck(runs: _Runs, root: Path, number: int, place: Strike | Poll) -> tuple[Path, _Ended]:
-    "Run until the place; one that was missed is tried again: a moment at half the time, a call by its number."
+def _struck(runs: _Runs, root: Path, number: int, place: Strike | Poll, written: int) -> tuple[Path, _Ended]:
+    """Run until the place; one that was missed is tried again: a moment at half the time, a call by its number.
+
+    A moment after the last of the run's `written` checkpoints is missed too: nothing was left to be lost."""
     ended = runs.attempt(root, number, place)
     for _ in range(3):
-        if ended.struck or ended.problem or number:
+        late = isinstance(place, Poll) and place.seconds >= 0 and ended.written >= written > 0
+        if (ended.struck and not late) or ended.problem or number:
             break
         if isinstance(place, Poll) and place.seconds >= 0:
             place = replace(place, seconds=place.seconds / 2)
@@ -1787,7 +1790,8 @@ def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
                     command=proving.again(point.name))
     root, before = runs.folder(), _Left({}, {}, {})
     for number, place in enumerate(point.places):
-        root, ended = _struck(runs, root, number, _after_resume(proving, place) if number else place)
+        place = _after_resume(proving, place) if number else place
+        root, ended = _struck(runs, root, number, place, proving.direct.written)
         if not ended.struck:
             if not ended.problem:
                 runs.clear(root)

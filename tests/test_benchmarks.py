@@ -1,12 +1,16 @@
 """What the benchmarks left on record: it is whole, and within the bars that it names. Nothing is timed here."""
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from fault_tolerant_transformer_lab.training import BOUNDARIES
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COST, OVERHEAD, RANKS = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
@@ -91,3 +95,16 @@ def test_the_benchmark_of_costs_runs_at_any_size_and_keeps_other_parts(tmp_path)
     assert {name for part in RATIOS for *names, _ in RATIOS[part] for name in names} <= {
         name for part in RATIOS for name in found[part]["rows"]}
     assert done.stdout.count("bar ") == sum(len(found[part]["bars"]) for part in RATIOS) == 8
+
+
+def test_the_recorded_matrix_is_the_full_one_and_every_cell_is_equal():
+    matrix = json.loads((BENCHMARKS / "results" / "distributed_matrix.json").read_text())
+    assert matrix["extent"] == "full" and all(cell["equal"] and cell["struck"] for cell in matrix["cells"])
+    groups = Counter((cell["parallel"], cell["size"]) for cell in matrix["cells"])
+    assert set(groups) == set(itertools.product(("ddp", "fsdp", "elastic"), (1, 2, 3, 4)))
+    for parallel, size in groups:
+        of_group = [cell["places"] for cell in matrix["cells"] if (cell["parallel"], cell["size"]) == (parallel, size)]
+        where = " ".join(place for places in of_group for place in places)
+        assert [name for name in BOUNDARIES if name not in where] == [], (parallel, size)
+        assert any(len(places) == 3 for places in of_group)  # a chain
+        assert ("launcher" in where) == (size > 1 and parallel != "elastic")

@@ -200,6 +200,11 @@ def test_what_a_power_cut_would_punish_is_found_in_the_system_calls(how, kinds):
     assert proof.verdict == "EQUIVALENT", proof  # a kill is not a power cut
 
 
+def test_a_random_moment_after_the_last_checkpoint_is_drawn_nearer():
+    proof = count("safe", "--pause", "0.1", "--linger", "1", kills=["random"], random_kills=3)
+    assert [row.outcome for row in proof.rows] == ["equal"] * 3, proof
+
+
 @needs_strace
 @pytest.mark.parametrize("how", ["elsewhere", "beside", "process number"])
 def test_a_temporary_name_that_no_other_run_has_keeps_no_kill_from_its_place(how):

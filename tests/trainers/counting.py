@@ -18,6 +18,7 @@ parser.add_argument("--how", default="safe")
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--resume", default="")
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--linger", type=float, default=0.0)
 args = parser.parse_args()
 os.makedirs(args.out, exist_ok=True)
 path = os.path.join(args.out, "ckpt" if "folder" in args.how else "ckpt.json")
@@ -97,3 +98,4 @@ while state["step"] < args.steps:
     state = {"step": state["step"] + 1, "total": state["total"] * 1.1 + state["step"]}
     save(state)
     time.sleep(args.pause)
+time.sleep(args.linger)  # as the end of a process does that has imported much
