@@ -19,11 +19,17 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from functools import cache
 from importlib import metadata
-from types import MappingProxyType, MemberDescriptorType
+from pathlib import PurePath
+from types import MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+from uuid import UUID
 
 import torch
 from blake3 import blake3
@@ -151,12 +157,32 @@ _REMEDIES = {
     complex: "store [x.real, x.imag]",
     bytearray: "store bytes(x)",
     range: "store [x.start, x.stop, x.step]",
+    deque: "store list(x) and build the deque again, with its maxlen, in load_state_dict()",
     torch.Size: "store list(x)",
     torch.dtype: "store str(x)",
     torch.device: "store str(x)",
-    torch.Generator: "make it a participant of its own: NamedGenerator(x)",
 }
 _BASES = {dict: "dict", list: "list", tuple: "tuple", int: "int", float: "float", str: "str", bytes: "bytes"}
+_APART = "leave it out here and make it a participant of its own"
+_KINDS: tuple[tuple[Any, str], ...] = (  # the first that fits; after _BASES, since an IntEnum is an int
+    (Enum, "store x.name, and look it up in its class again"),
+    (date | time, "store x.isoformat(), and read it with fromisoformat()"),
+    (timedelta, "store [x.days, x.seconds, x.microseconds]"),
+    (PurePath | Decimal | Fraction | UUID, "store str(x)"),
+    (Mapping, "store dict(x)"),
+    (Iterator, "an iterator is used up by reading it; store how many items were taken, and take as many again"),
+)
+
+
+def _generator_kind(generator: object) -> str:
+    "Which kind of generator it is; empty for anything else."
+    if isinstance(generator, torch.Generator):
+        return "torch"
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return "python"
+    if type(generator).__module__.split(".")[0] == "numpy":
+        return {"Generator": "numpy", "RandomState": "numpy legacy"}.get(type(generator).__name__, "")
+    return ""
 
 
 def _remedy(value: object) -> str:
@@ -164,20 +190,25 @@ def _remedy(value: object) -> str:
     kind = type(value)
     if kind in _REMEDIES:
         return _REMEDIES[kind]
-    if kind.__module__.split(".")[0] == "numpy":
+    if _generator_kind(value):
+        return f"{_APART}: NamedGenerator(x)"
+    if kind.__module__.split(".")[0] == "numpy" and hasattr(value, "item"):
         if kind.__name__ == "ndarray":
             return "store torch.from_numpy(x), or x.tolist() where it is small"
-        is_generator = kind.__name__ in ("Generator", "RandomState")
-        return "make it a participant of its own: NamedGenerator(x)" if is_generator else "store x.item()"
+        return "store x.item()" if type(value.item()) in _PLAIN else "store str(x)"
     for base, name in _BASES.items():
         if isinstance(value, base):
             return f"only exact types come back as they were, and this is a subclass of {name}; store {name}(x)"
     if callable(getattr(value, "state_dict", None)):
-        return "store x.state_dict(), or make it a participant of its own"
-    if callable(value):
+        return f"store x.state_dict(), or {_APART}"
+    if callable(value) or isinstance(value, ModuleType):
         return "code is no state; leave it out of state_dict() and make it again when the run starts"
+    if remedy := next((remedy for base, remedy in _KINDS if isinstance(value, base)), None):
+        return remedy
     if isinstance(value, Iterable):
         return "store list(x)"
+    if hasattr(value, "__dict__") or is_dataclass(value):
+        return f"store its fields as plain values, or {_APART}: PlainState(x)"
     return "store its fields as plain values, or make it a participant with state_dict() and load_state_dict()"
 
 
@@ -627,17 +658,6 @@ class NamedGenerator:
             self.generator.set_state(_to_numpy(state["state"]))
         else:
             _set_python_state(self.generator, state["state"])
-
-
-def _generator_kind(generator: object) -> str:
-    "Which kind of generator it is; empty for anything else."
-    if isinstance(generator, torch.Generator):
-        return "torch"
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return "python"
-    if type(generator).__module__.split(".")[0] == "numpy":
-        return {"Generator": "numpy", "RandomState": "numpy legacy"}.get(type(generator).__name__, "")
-    return ""
 
 # %% ../nbs/03_contract.ipynb #cell-068
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",

@@ -7,11 +7,14 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from datetime import datetime, timedelta
+from decimal import Decimal
+from enum import Enum, IntEnum
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,6 +141,15 @@ class Colour(IntEnum):
     RED = 1
 
 
+class Shade(Enum):
+    DARK = 1
+
+
+@dataclass(slots=True)
+class Slotted:
+    best: int
+
+
 Point = namedtuple("Point", "x y")
 
 REFUSED = [
@@ -156,14 +168,31 @@ REFUSED = [
     (torch.float32, "store str(x)"),
     (torch.device("cpu"), "store str(x)"),
     (defaultdict(int), "a subclass of dict; store dict(x)"),
-    (deque([1]), "a collections.deque: store list(x)"),
+    (deque([1], maxlen=2), "a collections.deque: store list(x) and build the deque again, with its maxlen"),
     (Point(1, 2), "a subclass of tuple; store tuple(x)"),
     (Colour.RED, "a subclass of int; store int(x)"),
     (lambda: 0, "a function: code is no state"),
     (print, "code is no state"),
     (int, "code is no state"),
     (nn.Linear(1, 1), "store x.state_dict()"),
+    (torch.optim.SGD([torch.zeros(1)]), "store x.state_dict(), or leave it out here and make it a participant"),
     (object(), "an object: store its fields as plain values"),
+    (SimpleNamespace(best=1), "leave it out here and make it a participant of its own: PlainState(x)"),
+    (Slotted(1), "PlainState(x)"),
+    (random.Random(0), "leave it out here and make it a participant of its own: NamedGenerator(x)"),
+    (np.random.RandomState(0), "NamedGenerator(x)"),
+    (random, "a module: code is no state"),
+    (MappingProxyType({"a": 1}), "a mappingproxy: store dict(x)"),
+    (ChainMap({}), "store dict(x)"),
+    (iter([1]), "a list_iterator: an iterator is used up by reading it; store how many items were taken"),
+    ((n for n in [1]), "store how many items were taken"),
+    (Shade.DARK, "Shade: store x.name, and look it up in its class again"),
+    (datetime(2024, 1, 2), "store x.isoformat(), and read it with fromisoformat()"),
+    (timedelta(days=1), "store [x.days, x.seconds, x.microseconds]"),
+    (Path("a"), "store str(x)"),
+    (Decimal("0.1"), "a decimal.Decimal: store str(x)"),
+    (np.complex64(1j), "a numpy.complex64: store str(x)"),
+    (np.datetime64("2024-01-02"), "a numpy.datetime64: store str(x)"),
     ({(1, 2): 3}, "a dict with the key [1, 2], a tuple: keys are str or int"),
     ({None: 3}, "a dict with the key null, a NoneType: keys are str or int"),
     ({True: 3}, "a dict with the key true, a bool: keys are str or int"),
