@@ -76,7 +76,7 @@ class LoraConfig(FrozenConfig):
     "Which linear layers get adapters, and how large those are."
 
     rank: Annotated[
-        int, Field(ge=1, lt=2**31), Expected("an integer of at least 1"),
+        int, Field(ge=1, lt=2**31), Expected("an integer from 1 to 2**31 - 1"),
         Mark("identity", "inner width of each adapter", "shapes every adapter", 4),
     ] = 4
     alpha: Annotated[
@@ -186,6 +186,10 @@ def _oddity(layer: nn.Linear) -> str | None:
     weight = layer._parameters.get("weight")
     if is_parametrized(layer) or weight is None or not weight.is_floating_point():
         return "a weight that is computed, or no floating-point parameter"
+    if type(layer) is not nn.Linear:
+        return f"a class of its own, {type(layer).__name__}"
+    if weight.is_meta:
+        return "a weight on the meta device, whose adapter would begin with no values"
     if layer._parameters.keys() != {"weight", "bias"} or layer._buffers or layer._modules:
         return "tensors or modules beside weight and bias"
     if any("_hooks" in name and isinstance(hooks, Mapping) and hooks for name, hooks in vars(layer).items()):
@@ -202,27 +206,27 @@ def _require_plain(modules: Sequence[tuple[str, nn.Module]], name: str, layer: n
     if sum(module is layer for _, module in modules) > 1:
         raise LoraError(f"{name}: expected a layer with one name, got one that is used under several; {remedy}, or "
                         "give each place a layer of its own")
-    if odd := _oddity(layer):
-        raise LoraError(f"{name}: expected a plain linear layer, got one with {odd}; {remedy}, or take that off first")
     for above, module in modules:
         if isinstance(module, _READERS) and name.startswith(f"{above}." if above else ""):
             raise LoraError(f"{name}: expected a layer that is called, got one inside {type(module).__name__}, which "
                             f"reads its weight and passes an adapter over; {remedy}, or use a block that calls its "
                             "layers")
+    if odd := _oddity(layer):
+        raise LoraError(f"{name}: expected a plain linear layer, got one with {odd}; {remedy}, or take that off first")
 
 # %% ../nbs/09_lora.ipynb #cell-021
 def target_layers(
-    model: nn.Module,  # any; linear layers are `nn.Linear` itself, no subclass
+    model: nn.Module,  # any
     targets: Sequence[str],  # shell patterns, matched against whole names
 ) -> list[str]:  # names, in the model's order
     """Find the linear layers that patterns name.
 
     Raises `ConfigError` for a pattern that fits none, and `LoraError` for a layer that an adapted one cannot stand for:
-    used twice, hooked, with a computed weight, the model itself, or inside a module that reads weights.
+    used twice, hooked, of a subclass of `nn.Linear`, with a weight that is computed or has no values, the model itself,
+    or inside a module that reads weights.
     """
     modules = list(model.named_modules(remove_duplicate=False))
-    linear = {name: module for name, module in modules
-              if type(module) is nn.Linear or (isinstance(module, nn.Linear) and is_parametrized(module))}
+    linear = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     if idle := [pattern for pattern in targets if not any(fnmatchcase(name, pattern) for name in linear)]:
         some = [*list(linear)[:8], *[f"and {len(linear) - 8} more"] * (len(linear) > 8)]
         raise ConfigError.of(Problem("targets", "patterns that fit a linear layer", shown(idle[0]),
@@ -240,6 +244,12 @@ def lora_layers(
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
+def _require_bare(model: nn.Module) -> None:
+    "Raise where a model has adapters already."
+    if found := lora_layers(model):
+        raise LoraError(f"expected a model without adapters, got one with {len(found)}; adapt a fresh copy of the base")
+
+
 def adapt(
     model: nn.Module,  # changed in place; every parameter that it has is frozen
     config: LoraConfig,  # targets, rank and alpha
@@ -250,8 +260,7 @@ def adapt(
 
     What `target_layers` refuses is refused with nothing changed. A state dict is never loaded into merged layers.
     """
-    if found := lora_layers(model):
-        raise LoraError(f"expected a model without adapters, got one with {len(found)}; adapt a fresh copy of the base")
+    _require_bare(model)
     beside = {}
     for name in target_layers(model, config.targets):
         number = int.from_bytes(blake3(name.encode("utf-8")).digest(8), "little")
@@ -648,7 +657,13 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def _peft_config(data: bytes) -> tuple[int, float]:
     "Rank and alpha of a PEFT configuration that describes plain LoRA, and nothing that computes otherwise."
-    found = parse_json_object(data)
+    try:
+        found = parse_json_object(data)
+    except ConfigError as error:
+        [fault] = error.problems
+        where = f"{fault.field}: " if fault.field else ""
+        raise LoraError(f"{_PEFT_FILES[0]}: {where}expected {fault.expected}, got {fault.arrived}; let PEFT write it "
+                        "again") from None
     for name, accepted in _PEFT_PLAIN.items():
         value = found.get(name, accepted[0])
         if not any(type(value) is type(one) and value == one for one in accepted):
@@ -661,6 +676,8 @@ def _peft_config(data: bytes) -> tuple[int, float]:
         raise LoraError("adapter_config.json: expected numbers r and lora_alpha, above 0 and finite, got "
                         f"{shown(rank)} and {shown(alpha)}")
     if dropout := found.get("lora_dropout"):
+        if not _is_number(dropout):
+            raise _refuse_peft("lora_dropout", 0.0, dropout)
         warnings.warn(f"the adapters were trained with lora_dropout {dropout}, which this lab does not have: they "
                       "compute the same, but training would go on without it", stacklevel=3)
     return rank, float(alpha)
@@ -670,7 +687,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
     "The model's linear layers that a file has tensors for, with the names that they have in it."
     rename, known = _renamer(layout), {}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear):
             known[f"base_model.model.{rename(name)}"] = name
     wanted = {key.removesuffix(suffix) for key in tensors for suffix in (".lora_A.weight", ".lora_B.weight")
               if key.endswith(suffix)}
@@ -684,10 +701,15 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
 # %% ../nbs/09_lora.ipynb #cell-084
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
-    found = [read_regular(directory / name) or b"" for name in _PEFT_FILES]
-    for name, data in zip(_PEFT_FILES, found, strict=True):
+    if directory.exists() and not directory.is_dir():
+        raise LoraError(f"{place_of(directory)}: expected the folder that PEFT wrote, got a file; name its folder")
+    found = []
+    for name in _PEFT_FILES:
+        data = read_regular(directory / name)
         if not data:
-            raise LoraError(f"{place_of(directory)}/: expected {name}, found none; name the folder that PEFT wrote")
+            what = "none" if data is None else "an empty one"
+            raise LoraError(f"{place_of(directory)}/: expected {name}, found {what}; name the folder that PEFT wrote")
+        found.append(data)
     return found[0], found[1]
 
 
@@ -738,6 +760,7 @@ def import_peft(
     allow_other_base: bool = False,  # take adapters over that `export_peft` wrote for another base
 ) -> LoraConfig:  # of the adapters that the model now has
     "Put adapters out of PEFT's files beside a model's layers; what is not plain LoRA is refused, with nothing changed."
+    _require_bare(model)
     described, data = _read_peft(Path(directory))
     rank, alpha = _peft_config(described)
     tensors, digest = _read_tensors(data)
@@ -846,12 +869,17 @@ class _Clock:
 
     @staticmethod
     def _noted(path: Path, step: int | None) -> float | None:
-        "What the file says of a step; None where it tells of another."
+        "What the file says of a step; None where it tells of another, or nothing that is a time."
         if step is None:
             return 0.0
-        note = parse_json_object(data) if (data := read_regular(path)) else {}
+        try:
+            note = parse_json_object(read_regular(path) or b"{}")
+        except ConfigError:  # damaged; nothing but the time hangs on it
+            return None
         seconds = note.get("seconds")
-        return float(seconds) if note.get("step") == step and _is_number(seconds) else None
+        if note.get("step") != step or not _is_number(seconds) or not 0 <= seconds <= sys.float_info.max:
+            return None
+        return float(seconds)
 
     def note(
         self,

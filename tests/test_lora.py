@@ -180,12 +180,13 @@ def test_a_pattern_that_fits_no_linear_layer_is_refused_with_the_model_unchanged
 
 
 @pytest.mark.parametrize("field, value", [
-    ("rank", 0), ("rank", 2.5), ("rank", True), ("alpha", 0), ("alpha", -1.0), ("alpha", float("nan")),
+    ("rank", 0), ("rank", 2**31), ("rank", 2.5), ("rank", True), ("alpha", 0), ("alpha", -1.0), ("alpha", float("nan")),
     ("targets", ()), ("targets", "qkv"), ("targets", ("",)),
 ])
 def test_settings_that_make_no_sense_are_refused_by_name(field, value):
-    with pytest.raises(ConfigError, match=rf"{field}.*: expected"):
+    with pytest.raises(ConfigError, match=rf"{field}.*: expected") as refused:
         LoraConfig(**{field: value})
+    assert field != "rank" or "expected an integer from 1 to 2**31 - 1, got" in str(refused.value)
 
 
 # Layers that an adapted one cannot stand for
@@ -194,6 +195,11 @@ def test_settings_that_make_no_sense_are_refused_by_name(field, value):
 def with_weight_norm(layer: nn.Linear) -> nn.Linear:
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         return weight_norm(layer)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
 def with_(change: Callable[[nn.Linear], object]) -> nn.Module:
@@ -217,6 +223,9 @@ ODD = {
     "state hook": lambda: with_(lambda layer: layer.register_state_dict_post_hook(lambda m, s, p, d: None)),
     "load hook": lambda: with_(lambda layer: layer.register_load_state_dict_pre_hook(lambda *given: None)),
     "own forward": lambda: with_(lambda layer: setattr(layer, "forward", lambda x: x)),
+    "a class of its own": lambda: nn.Sequential(nn.Linear(3, 3), Doubled(3, 3)),
+    "no values": lambda: with_(lambda layer: layer.to("meta")),
+    "attention": lambda: nn.ModuleList([nn.Linear(8, 8), nn.MultiheadAttention(8, 2)]),
     "the root": lambda: nn.Linear(3, 3),
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "encoder": lambda: nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
@@ -242,14 +251,14 @@ def test_odd_layers_that_are_not_chosen_stay_as_they_are():
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-    lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+@pytest.mark.parametrize("make, targets", [
+    (lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), "linear?"),
+    (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "*"),
 ], ids=["decoder layer", "perceptron"])
-def test_training_evaluation_and_merged_mode_agree(make):
+def test_training_evaluation_and_merged_mode_agree(make, targets):
     torch.manual_seed(8)
     model = make()
-    adapt(model, LoraConfig(rank=2, targets=("*",)), seed=0)
+    adapt(model, LoraConfig(rank=2, targets=(targets,)), seed=0)
     base = copy.deepcopy(model)
     drawn(model)
     x = torch.linspace(-1, 1, 48).reshape(2, 3, 8)
@@ -938,6 +947,9 @@ def test_the_seconds_of_an_arm_are_those_of_all_calls_and_none_where_a_call_left
     assert "not known" in unknown.table() and unknown.arms["full"].seconds > 0
     note.unlink()
     assert compare_tuning(TINY.replace(steps=10), directory=tmp_path).arms["lora"].seconds is None
+    for damaged in ("torn", "[]", '{"step": 10, "seconds": NaN}', '{"step": 10, "seconds": -1}'):
+        note.write_text(damaged)
+        assert compare_tuning(TINY.replace(steps=10), directory=tmp_path).arms["lora"].seconds is None
 
 
 def compare_in_child(folder: Path, sent: str, at: int) -> subprocess.CompletedProcess[str]:
@@ -1081,6 +1093,8 @@ def test_gpt2_has_a_name_for_every_module_of_the_model_and_for_no_other():
     lambda config, tensors: tensors.update({name: tensor.to(torch.int8) for name, tensor in tensors.items()}),
     lambda config, tensors: config.pop("lora_alpha"),
     lambda config, tensors: config.update(peft_type="IA3"),
+    lambda config, tensors: config.update(lora_dropout="some"),
+    lambda config, tensors: config.update(lora_dropout=True),
     lambda config, tensors: config.update(a_later_switch=True),
     lambda config, tensors: tensors.popitem(),
     lambda config, tensors: tensors.clear(),
@@ -1108,6 +1122,26 @@ def test_what_is_no_file_of_tensors_is_refused(tmp_path, data):
     (tmp_path / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(LoraError, match=r"adapter_model\.safetensors"):
         import_peft(model_of(), tmp_path)
+
+
+@pytest.mark.parametrize("data, told", [
+    (b"", "found an empty one"), (b"{", "expected JSON, got a fault at line 1"), (b"\xff\xfe", "expected UTF-8 text"),
+    (b"[]", "expected a JSON object, got []"), (b'{"r": 4, "r": 8}', "r: expected each key once"),
+])
+def test_a_configuration_that_is_none_is_refused_by_the_name_of_its_file(tmp_path, data, told):
+    export_peft(model_of_adapted(), tmp_path)
+    (tmp_path / "adapter_config.json").write_bytes(data)
+    with pytest.raises(LoraError, match=r"adapter_config\.json") as refused:
+        import_peft(model_of(), tmp_path)
+    assert told in str(refused.value) and "vocab_size" not in str(refused.value)
+
+
+def test_a_file_in_place_of_the_folder_and_a_model_with_adapters_are_refused_as_that(tmp_path):
+    export_peft(model_of_adapted(), tmp_path)
+    with pytest.raises(LoraError, match=r"adapter_model\.safetensors: expected the folder that PEFT wrote, got a file"):
+        import_peft(model_of(), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(LoraError, match="expected a model without adapters, got one with 2"):
+        import_peft(model_of_adapted(), tmp_path)
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tmp_path):
@@ -1150,7 +1184,7 @@ def test_names_of_layers_are_names_and_no_patterns(tmp_path):
     assert list(lora_layers(again)) == ["a[0]", "b*", "?"]
 
 
-@pytest.mark.parametrize("odd", ["forward hook", "parametrized", "encoder"])
+@pytest.mark.parametrize("odd", ["forward hook", "parametrized", "encoder", "a class of its own"])
 def test_a_file_for_a_layer_that_cannot_be_adapted_is_refused_with_the_model_unchanged(tmp_path, odd):
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     adapt(plain, LoraConfig(rank=1, targets=("*",)), seed=0)
