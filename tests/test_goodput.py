@@ -1,7 +1,9 @@
 "The goodput model: closed forms by hand, limits and monotony for any numbers, the simulation against them, refusals."
 
+import itertools
 import json
 import math
+import os
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -282,6 +284,10 @@ def test_costs_refuse(name, wrong):
     lambda: renewal_goodput(Costs(stall=0), FailureLaw(1e9), 1e-3),
     lambda: ShardedSave(state_bytes=1, shards=True, rank_bandwidth=1, storage_bandwidth=1),
     lambda: replace(SHARDED, fan_in=1), lambda: replace(SHARDED, storage_bandwidth=-1.0),
+    lambda: plan(Costs(stall=1), 10.0, interval=0.0), lambda: plan(Costs(stall=1), 10.0, interval=1e300),
+    lambda: plan(Costs(stall=1), 1e-300), lambda: plan(Costs(stall=1), 1e300), lambda: Costs(stall=1e300),
+    lambda: plan(Costs(stall=1), 10.0, step_seconds=1e-300), lambda: plan(Costs(stall=1), 10.0, step_seconds=1e300),
+    lambda: replace(SHARDED, state_bytes=1e308).costs(), lambda: replace(SHARDED, rank_bandwidth=1e-308).costs(),
 ])
 def test_every_refusal_says_what_was_expected_and_what_arrived(call):
     with pytest.raises(PlanError, match=r"expected .* got ") as refusal:
@@ -290,10 +296,34 @@ def test_every_refusal_says_what_was_expected_and_what_arrived(call):
     assert isinstance(refusal.value, ConfigError)  # exit status 2 on the command line
 
 
+@pytest.mark.parametrize("stall", [0.0, 5e-324, 1e-300, 1e-9, 1.0, 1e12])
+@pytest.mark.parametrize("mtbf", [1e-9, 1.0, 1e12])
+def test_a_plan_at_the_ends_of_what_is_accepted(stall, mtbf):
+    for others, step, interval in itertools.product((0.0, 1e12), (None, 1e-9, 1e12), (None, 1e-9, 1e12)):
+        costs = Costs(stall=stall, commit_delay=others, detection=others, restart=others, restore=others)
+        made = plan(costs, mtbf, step_seconds=step, interval=interval)
+        shares = json.loads(json.dumps(made.to_plain(), allow_nan=False))["shares"]
+        assert all(0 <= share <= 1 for share in shares.values()) and math.isclose(math.fsum(shares.values()), 1)
+        assert "nan" not in describe_plan(made) and "inf" not in describe_plan(made)
+
+
+def test_a_message_names_what_was_given():
+    with pytest.raises(PlanError, match=r"^mtbf: expected a finite number of at least 1e-09, got 1e-300; give"):
+        plan(Costs(stall=1.0), 1e-300)
+    with pytest.raises(PlanError, match=r"^stall: expected at most 1e\+12 seconds, got 1e\+300; give"):
+        Costs(stall=1e300)
+    with pytest.raises(PlanError, match=r"^state_bytes: expected a save .* got inf; check the bytes, the bandwidths"):
+        replace(SHARDED, rank_bandwidth=1e-308).costs()
+
+
 def test_a_file_that_is_no_benchmark(tmp_path):
+    os.mkfifo(tmp_path / "fifo.json")  # would be waited for
+    with pytest.raises(PlanError, match="fifo.json: expected a result of"):
+        costs_of_benchmark(tmp_path / "fifo.json")
     with pytest.raises(PlanError, match="no.json: expected a result of benchmarks/checkpoint_cost.py, got File"):
         costs_of_benchmark(tmp_path / "no.json")
-    for text in ("", "[]", "{}", '{"about": {"state_bytes": "many"}}', "[" * 100_000):
+    for text in ("", "[]", "{}", '{"about": {"state_bytes": "many"}}', "[" * 100_000,
+                 f'{{"about": {{"state_bytes": 1{"0" * 400}}}}}'):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(PlanError, match="expected a result of"):
             costs_of_benchmark(tmp_path / "other.json")
@@ -312,7 +342,7 @@ def test_any_plan_can_be_written_and_is_whole(costs, mtbf, step, interval):
     text = describe_plan(made)
     assert " -0" not in text and "e-" not in text
     assert text.startswith("save every ") and all(name in text for name in PHASES) and "nan" not in text
-    assert made.tolerable[0] <= max(made.optimal, step or 1e-6 * mtbf) <= made.tolerable[1] * (1 + 1e-9)
+    assert made.tolerable[0] <= made.optimal <= made.tolerable[1] * (1 + 1e-9)
 
 
 def test_a_plan_in_words():
@@ -332,6 +362,18 @@ def test_notes_say_what_is_wrong():
     assert "the background write (50 min 00 s) sets" in plan(Costs(stall=1, commit_delay=3_000), 1e5).notes[0]
     assert "a save costs nothing" in plan(Costs(stall=0), 1e5).notes[0]
     assert "21% of the time between failures" in plan(Costs(stall=1, restart=210), 1e3).notes[0]
+
+
+def test_what_cannot_be_chosen_is_not_called_the_best():
+    slow = plan(Costs(stall=5), 100.0, step_seconds=60.0)
+    assert (slow.steps, slow.optimal, slow.goodput) == (1, 60.0, slow.best_goodput)
+    assert slow.notes[-1].startswith("a step takes 60.0 s, longer than the best interval (28.4 s)")
+    rare = plan(Costs(stall=1e-5), 1e8)  # the best is less than a millionth of the time between failures
+    assert rare.interval == rare.optimal == optimal_interval(1e-5, 1e8) < 50
+    asked = plan(Costs(stall=1e-5), 1e8, interval=1.0)
+    assert asked.interval == 1.0 and "the best would be 44.7 s" in describe_plan(asked)
+    for made in (slow, rare, plan(Costs(stall=0), 1e5)):
+        assert "the best would be" not in describe_plan(made)
 
 
 def test_tolerable_intervals_are_half_a_point_from_the_best():
@@ -389,8 +431,17 @@ def test_a_plan_from_whatever_is_known(tmp_path):
     assert plan_from(tmp_path, mtbf=500.0).mtbf == plan_from(tmp_path, accelerators=2, accelerator_mtbf=1e3).mtbf == 500
     assert plan_from(tmp_path, sharded=SHARDED).costs == SHARDED.costs()
     assert plan_from(given={"stall": 3.0}, mtbf=60.0) == plan(Costs(stall=3.0), 60.0)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "ledger.jsonl").write_bytes(b"no ledger\n\0\0\0\n")
+    (tmp_path / "folder" / "ledger.jsonl").mkdir(parents=True)
     for wrong, message in ((dict(path=tmp_path / "no", mtbf=1.0), "^no: expected a run's folder"),
-                           (dict(mtbf=1.0), "^stall: expected"), (dict(given={"stall": 1}), "^mtbf: expected"),
+                           (dict(mtbf=1.0), "^stall: expected"),
+                           (dict(path=tmp_path / "damaged"), "^damaged: expected a run's ledger, found 2 lines, not"),
+                           (dict(path=tmp_path / "folder"), "^folder: expected a run's folder"),
+                           (dict(path="/"), "^/: expected a run's folder"),
+                           (dict(path=tmp_path, state_bytes=1e9), "^state_bytes: expected with a benchmark's JSON"),
+                           (dict(given={"stall": 1}, mtbf=1.0, state_bytes=1e9), "^state_bytes: expected with"),
+                           (dict(given={"stall": 1}), "^mtbf: expected"),
                            (dict(given={"stall": 1}, accelerators=0), "^accelerators: expected"),
                            (dict(given={"stall": 1}, accelerators=1, accelerator_mtbf=0.0), "^accelerator_mtbf: exp")):
         with pytest.raises(PlanError, match=message):
