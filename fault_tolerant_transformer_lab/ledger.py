@@ -150,11 +150,14 @@ def read_ledger(
     except OSError as error:
         wrong = wrong if path.is_symlink() else f"what cannot be opened ({error.strerror})"
     else:
-        with open(fd, "rb") as file:
+        try:
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_BYTES:
-                return account_of(file.read(_MOST_BYTES).splitlines(keepends=True))
+                with open(fd, "rb", closefd=False) as file:
+                    return account_of(file.read(_MOST_BYTES).splitlines(keepends=True))
             wrong = "something else" if not stat.S_ISREG(status.st_mode) else f"{status.st_size:,} bytes"
+        finally:
+            os.close(fd)
     raise LedgerError(f"{place_of(path)}: expected a run's ledger, an ordinary file, found {wrong}; move it away")
 
 
@@ -404,16 +407,18 @@ def describe_account(
 ) -> str:  # lines of text; one line for an empty account
     "Write an account as text: how long, how often begun, and where the time went."
     if not account.attempts:
-        return "ledger: nothing was written down yet"
+        return f"ledger: {account.dropped} lines, not one of them whole" if account.dropped else \
+            "ledger: nothing was written down yet"
     seconds = account.seconds
     total = math.fsum(seconds.values()) or 1.0
     n, last = len(account.attempts), account.attempts[-1]
-    lines = [f"ledger: {duration(account.wall_seconds)} since the first start, {n} attempt{'s' * (n > 1)}, "
+    lines = [f"ledger: {duration(max(0.0, account.wall_seconds))} since the first start, {n} attempt{'s' * (n > 1)}, "
              f"{account.failures} lost; step {last.step}, goodput {account.goodput:.1%}"]
     lines += [f"  {name:<11} {seconds[name] / total:>6.1%}  {duration(seconds[name])}" for name in PHASES]
     if not account.adds_up():
-        lines.append(f"  unexplained {account.unexplained / account.wall_seconds:>6.1%}  "
-                     f"{duration(account.unexplained)}: the machine was suspended, or its calendar was set")
+        share = f"{account.unexplained / account.wall_seconds:.1%}" if account.wall_seconds > 0 else "?"
+        lines.append(f"  unexplained {share:>6}  {duration(account.unexplained)}: the machine was suspended, or its "
+                     "calendar was set")
     if account.dropped:
         lines.append(f"  {account.dropped} damaged line{'s' * (account.dropped > 1)} passed over")
     return "\n".join(lines)

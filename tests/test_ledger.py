@@ -17,6 +17,7 @@ from fault_tolerant_transformer_lab.ledger import (
     Account,
     Ledger,
     LedgerError,
+    account_of,
     attempt_from_line,
     describe_account,
     duration,
@@ -177,10 +178,24 @@ def test_a_calendar_set_back_is_no_negative_time(tmp_path):
     assert math.isclose(account.unexplained, -5.0) and not account.adds_up()
 
 
+@pytest.mark.parametrize("back", [18.0, 1000.0])
+def test_a_calendar_set_back_by_all_the_time_and_more_is_told_too(tmp_path, back):
+    clock, calendar, path = HandClock(5.0), HandClock(), tmp_path / "ledger.jsonl"
+    attempt(path, clock, calendar, [("step", 1000)] * 9, 0)
+    calendar.now -= back
+    attempt(path, clock, calendar, [("step", 1000)] * 9, 9)
+    told = describe_account(read_ledger(path))
+    assert told.startswith("ledger: 0 s since the first start, 2 attempts") and "unexplained      ?  -" in told
+
+
 def test_links_and_pipes_are_refused_and_hard_links_spared(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(LedgerError, match="ordinary file, found something else"):
-        read_ledger(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    opened = len(os.listdir("/proc/self/fd"))
+    for name in ("fifo", "folder"):
+        with pytest.raises(LedgerError, match=f"{name}: expected a run's ledger.*found something else"):
+            read_ledger(tmp_path / name)
+    assert len(os.listdir("/proc/self/fd")) == opened
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(LedgerError, match="found a symbolic link; move it away"):
         Ledger(tmp_path / "link").open(0)
@@ -287,6 +302,7 @@ def test_killed_from_outside_at_any_moment_it_adds_up(tmp_path):
 
 def test_the_empty_account_and_the_words_for_durations():
     assert describe_account(Account(())) == "ledger: nothing was written down yet"
+    assert describe_account(account_of([b"{}\n", b"garbage"])) == "ledger: 2 lines, not one of them whole"
     assert [duration(x) for x in (0.00012, 59.0, 90 * 60, 48 * 3600, 86_400 * 400)] == [
         "120 us", "59.0 s", "1 h 30 min", "2 d 00 h", "400 d 00 h"]
 
