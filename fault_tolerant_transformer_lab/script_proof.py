@@ -1720,11 +1720,12 @@ def _struck(runs: _Runs, root: Path, number: int, place: Strike | Poll, written:
     A moment after the last of the run's `written` checkpoints is missed too: nothing was left to be lost."""
     ended = runs.attempt(root, number, place)
     for _ in range(3):
-        late = isinstance(place, Poll) and place.seconds >= 0 and ended.written >= written > 0
+        moment = place if isinstance(place, Poll) and place.seconds >= 0 else None
+        late = moment is not None and ended.written >= written > 0
         if (ended.struck and not late) or ended.problem or number:
             break
-        if isinstance(place, Poll) and place.seconds >= 0:
-            place = replace(place, seconds=place.seconds / 2)
+        if moment is not None:
+            place = replace(moment, seconds=moment.seconds / 2)
         elif isinstance(place, Strike) and place.overall and place.keys:
             place = replace(place, keys=(), nth=place.overall)  # a temporary name with random letters
         else:

@@ -1,6 +1,6 @@
 """Python processes for tests without the seconds that importing torch takes: each is forked from one that has done so.
 
-`run` is `subprocess.run` for `[sys.executable, "-c" or "-m" or a file, ...]`. What it starts is a process of its own in
+`run` is `subprocess.run` for `[sys.executable, "-c" or "-m", ...]`. What it starts is a process of its own in
 all but three things: modules are already imported, hashes of strings have the server's seed, and `/proc` shows the
 server's command line. A test about one of these starts a real process.
 """
@@ -24,13 +24,7 @@ from typing import Any, NoReturn
 PRELOADED = ("torch._dynamo", "torch._inductor.config", "torch.distributed.fsdp", "torch.distributed.checkpoint",
              "torch.utils.data", *(f"fault_tolerant_transformer_lab.{name}" for name in (
                  "cli", "crashes", "equivalence", "larger_state", "launch", "lora", "script_proof", "training")))
-
 AT_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "PYTHON", "LD_", "MALLOC_", "TORCH", "CUBLAS_")  # read once, at the start
-
-
-def _fixed(env: dict[str, str]) -> dict[str, str]:
-    """The variables that take effect at the start of a process only."""
-    return {name: value for name, value in env.items() if name.startswith(AT_START)}
 
 
 class Server:
@@ -63,7 +57,7 @@ SERVERS: dict[str, Server] = {}
 
 def _server(env: dict[str, str]) -> Server:
     """The server whose variables of the start are these."""
-    key = json.dumps(_fixed(env), sort_keys=True)
+    key = json.dumps({name: env[name] for name in sorted(env) if name.startswith(AT_START)})
     if key not in SERVERS:
         SERVERS[key] = Server(env)
         atexit.register(SERVERS[key].socket.close)
@@ -120,13 +114,10 @@ def _become(request: dict[str, Any]) -> None:
     if first == "-m":
         sys.argv, sys.path[0] = rest, os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif first == "-c":
+    else:
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
-    else:
-        sys.argv, sys.path[0] = request["arguments"], os.path.dirname(os.path.abspath(first))
-        runpy.run_path(first, run_name="__main__")
 
 
 def _end(error: BaseException | None) -> NoReturn:
