@@ -798,7 +798,8 @@ class _Ended:
     status: int | None  # minus a signal's number; None where it hung and was ended
     struck: bool  # killed as planned
     seconds: float
-    first_change: float  # seconds until something in the folder changed
+    first_change: float  # seconds until a checkpoint in the folder changed; -1 where none did
+    last_change: float  # seconds until one changed for the last time, where that was polled
     written: int  # checkpoints seen to be written, where they were counted
     calls: tuple[Call, ...]
     said: str  # the end of what it printed
@@ -908,41 +909,42 @@ def _attempt(script: Script, root: Path, number: int, place: Strike | Poll | Non
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=cwd,
                                    env={**os.environ, **script.environment, name: value}, start_new_session=True)
         try:
-            status, struck, first, count = _follow(script, process, root, place, log)
+            status, struck, first, last, count = _follow(script, process, root, place, log)
         finally:
             _kill(process, marker)
     calls = tuple(_read_calls(log, root, cwd)) if watch and script.trace else ()
     if isinstance(place, Strike) and place.error:
         struck = log.exists() and "(INJECTED)" in log.read_text(errors="replace")
     text = said.read_text(errors="replace")
-    return _Ended(status, struck, time.monotonic() - started, first, count, calls, text[-4000:])
+    return _Ended(status, struck, time.monotonic() - started, first, last, count, calls, text[-4000:])
 
 # %% ../nbs/07d_scripts.ipynb #cell-062
 def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, place: Strike | Poll | None,
-            log: Path) -> tuple[int | None, bool, float, int]:
-    "Wait for the end or the place; give exit status, whether it was the place, when files first changed, how many did."
+            log: Path) -> tuple[int | None, bool, float, float, int]:
+    "Wait for the end or the place; give the status, whether it was the place, the first and last change, how many."
     started, before = time.monotonic(), _signatures(root, script.patterns)
     poll = place if isinstance(place, Poll) else None
-    first, count, seen, counted = -1.0, 0, before, before
+    first, last, count, seen, counted = -1.0, -1.0, 0, before, before
     while time.monotonic() - started < script.timeout:
         try:
             status = process.wait(0.002 if poll else 0.02)
-            return status, isinstance(place, Strike) and not place.error and status == -signal.SIGKILL, first, count
+            killed = isinstance(place, Strike) and not place.error and status == -signal.SIGKILL
+            return status, killed, first, last, count
         except subprocess.TimeoutExpired:
             now = time.monotonic() - started
         if isinstance(place, Strike) and log.exists() and b"+++ killed by SIGKILL" in log.read_bytes()[-4096:]:
-            return -signal.SIGKILL, True, first, count
+            return -signal.SIGKILL, True, first, last, count
         if poll is None and first >= 0:
             continue
-        last, seen = seen, _signatures(root, script.patterns)
-        if first < 0 and seen != before:
-            first = now
-        if poll and seen == last and seen != counted:  # at rest since the last look
+        previous, seen = seen, _signatures(root, script.patterns)
+        if seen != previous:
+            first, last = now if first < 0 else first, now
+        if poll and seen == previous and seen != counted:  # at rest since the last look
             count += sum(seen[name] != counted.get(name) and any(size for *_, size in seen[name]) for name in seen)
             counted = seen  # what is empty was opened, and is not written yet
         if poll and (0 < poll.new <= count or (poll.seconds >= 0 and first >= 0 and now - first >= poll.seconds)):
-            return -signal.SIGKILL, True, first, count
-    return None, False, first, count
+            return -signal.SIGKILL, True, first, last, count
+    return None, False, first, last, count
 
 # %% ../nbs/07d_scripts.ipynb #cell-064
 KILLS = ("checkpoints", "events", "random", "chain", "disk full")
@@ -1065,12 +1067,12 @@ def _polled_points(written: int, wanted: Wanted) -> Iterator[KillPoint]:
 
 
 def _random_points(seconds: float, wanted: Wanted) -> Iterator[KillPoint]:
-    "Plan kills at moments drawn between the first checkpoint and the end."
+    "Plan kills at moments drawn between the first checkpoint and the last, which lie so many seconds apart."
     draw = random.Random(wanted.seed)
     for number in range(1, wanted.random_kills + 1 if "random" in wanted.kinds else 1):
         share = draw.random()
-        yield KillPoint(f"random-{number}", f"at a random moment, {share:.0%} of the way from the first checkpoint",
-                        (Poll(seconds=share * seconds),), -1)
+        text = f"at a random moment, {share:.0%} of the way from the first checkpoint to the last"
+        yield KillPoint(f"random-{number}", text, (Poll(seconds=share * seconds),), -1)
 
 # %% ../nbs/07d_scripts.ipynb #cell-072
 @dataclass(frozen=True)
@@ -1589,7 +1591,7 @@ class _Direct:
     left: _Left
     calls: tuple[Call, ...]
     made: tuple[Publication, ...]
-    seconds: float  # from the first checkpoint to the end
+    seconds: float  # from the first checkpoint to the last
     written: int  # checkpoints, counted by polling where calls were not seen
 
 
@@ -1615,8 +1617,7 @@ def _uninterrupted(runs: _Runs, locate_op: bool = False) -> _Direct:
                        f"{replace(differs, suspects=())}{operation}; what may differ, as a time of day, is left out by "
                        "ignore")
     runs.clear(root_2)
-    seconds = max(0.0, plain.seconds - plain.first_change) if plain.first_change >= 0 else 0.0
-    return _Direct(root, left, watched.calls, made, seconds, plain.written)
+    return _Direct(root, left, watched.calls, made, plain.last_change - plain.first_change, plain.written)
 
 # %% ../nbs/07d_scripts.ipynb #cell-110
 @dataclass(frozen=True)
@@ -1714,15 +1715,17 @@ def _after_resume(proving: _Proving, place: Strike | Poll) -> Strike | Poll:
     return replace(place, nth=place.nth + len(before))
 
 
-def _struck(runs: _Runs, root: Path, number: int, place: Strike | Poll, written: int) -> tuple[Path, _Ended]:
+def _struck(proving: _Proving, root: Path, number: int, place: Strike | Poll) -> tuple[Path, _Ended]:
     """Run until the place; one that was missed is tried again: a moment at half the time, a call by its number.
 
-    A moment after the last of the run's `written` checkpoints is missed too: nothing was left to be lost."""
+    A moment at which the run had left all that the direct run leaves is missed too: nothing was left to be lost."""
+    runs = proving.runs
     ended = runs.attempt(root, number, place)
     for _ in range(3):
         moment = place if isinstance(place, Poll) and place.seconds >= 0 else None
-        late = moment is not None and ended.written >= written > 0
-        if (ended.struck and not late) or ended.problem or number:
+        if ended.problem or number:
+            break
+        if ended.struck and not (moment and proving.difference(runs.look(root), root) is None):
             break
         if moment is not None:
             place = replace(moment, seconds=moment.seconds / 2)
@@ -1792,7 +1795,7 @@ def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
     root, before = runs.folder(), _Left({}, {}, {})
     for number, place in enumerate(point.places):
         place = _after_resume(proving, place) if number else place
-        root, ended = _struck(runs, root, number, place, proving.direct.written)
+        root, ended = _struck(proving, root, number, place)
         if not ended.struck:
             if not ended.problem:
                 runs.clear(root)

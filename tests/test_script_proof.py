@@ -201,7 +201,7 @@ def test_what_a_power_cut_would_punish_is_found_in_the_system_calls(how, kinds):
 
 
 def test_a_random_moment_after_the_last_checkpoint_is_drawn_nearer():
-    proof = count("safe", "--pause", "0.5", "--linger", "1.5", kills=["random"], random_kills=3)
+    proof = count("safe", "--pause", "0.2", "--linger", "2", kills=["random"], random_kills=3)
     assert [row.outcome for row in proof.rows] == ["equal"] * 3, proof
 
 
