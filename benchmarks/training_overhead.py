@@ -21,6 +21,7 @@ come from different hours and sizes of a step.
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -224,7 +225,7 @@ def between(ways: dict[str, Callable[[], Cost]], base: Callable[[], Cost], n_rou
 
 
 def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, float]:
-    """Time what the loop does in a step beside the bare loop, each alone: microseconds."""
+    """Time what the loop does in a step beside the bare loop, each alone: the least of many rounds, in microseconds."""
     run = TrainingRun(config)
     run.advance()
     one_group = torch.optim.AdamW(run.model.parameters(), lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
@@ -260,9 +261,10 @@ def pieces_of_a_step(config: ExperimentConfig, directory: Path) -> dict[str, flo
         "encode and write the row": lambda: log.append(row),
         "rejected: train() in every step": lambda: run.model.train(),
     }
-    found = {}
-    for name, piece in pieces.items():
-        found[name] = min(timeit.repeat(piece, number=100, repeat=35)) / 100 * 1e6
+    found = dict.fromkeys(pieces, math.inf)
+    for _ in range(100):  # in turn, so that a slow spell of the machine meets all of them
+        for name, piece in pieces.items():
+            found[name] = min(found[name], timeit.timeit(piece, number=30) / 30 * 1e6)
     log.close()
     ledger.close("finished")
     for name, own, bare in (

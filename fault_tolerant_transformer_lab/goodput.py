@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +541,21 @@ def costs_of_account(
                  restore=account.seconds["restoring"] / restores if restores else 0.0)
 
 # %% ../nbs/12_goodput.ipynb #cell-086
+def _doubts(account: Account, prior: float | None) -> tuple[str, ...]:
+    "What speaks against a plan that was made from a ledger; a `prior` where the time between failures was estimated."
+    found = []
+    if prior is not None:
+        trained = math.fsum(max(0.0, attempt.at - attempt.began) for attempt in account.attempts)
+        n = account.failures
+        found.append(f"the time between failures is an estimate from {n} failure{'s' * (n != 1)} in "
+                     f"{duration(trained)} and from one in {duration(prior)} that is believed of any run; give mtbf "
+                     "where it is known")
+    if not account.adds_up():
+        found.append(f"the ledger does not add up: {duration(abs(account.unexplained))} belong to no phase, as where a "
+                     "machine was suspended or its calendar set; the measured times may be off by as much")
+    return tuple(found)
+
+
 def plan_of_account(
     account: Account,  # of a run with steps and at least one save
     *,
@@ -551,8 +566,9 @@ def plan_of_account(
 ) -> Plan:  # as `plan`
     "Plan with what a run measured about itself."
     costs = costs_of_account(account, commit_delay=commit_delay)
-    return plan(costs, estimated_mtbf(account, prior=prior_mtbf) if mtbf is None else mtbf,
+    made = plan(costs, estimated_mtbf(account, prior=prior_mtbf) if mtbf is None else mtbf,
                 step_seconds=step_seconds_of(account), interval=interval)
+    return replace(made, notes=made.notes + _doubts(account, prior_mtbf if mtbf is None else None))
 
 # %% ../nbs/12_goodput.ipynb #cell-091
 ACCELERATOR_MTBF = 54 * 86_400 * 16_384 / 419  # seconds; Llama 3 (arXiv 2407.21783): 419 of 16,384 GPUs in 54 days
@@ -608,8 +624,11 @@ def plan_from(
     if mtbf is None and account is None:
         raise PlanError("mtbf: expected the seconds between failures, got nothing to know them from; give them, or the "
                         "number of accelerators, or a run's folder")
+    estimated = mtbf is None
     if mtbf is None:
         mtbf = estimated_mtbf(account or Account(()), prior=prior_mtbf)
     if step_seconds is None and account is not None and account.attempts:
         step_seconds = step_seconds_of(account)
-    return plan(costs, mtbf, step_seconds=step_seconds, interval=interval)
+    made = plan(costs, mtbf, step_seconds=step_seconds, interval=interval)
+    doubts = () if account is None else _doubts(account, prior_mtbf if estimated else None)
+    return replace(made, notes=made.notes + doubts)

@@ -410,6 +410,19 @@ def test_a_stop_for_the_night_is_no_recovery():
     assert made.steps == round(made.optimal / (305 / 155))
 
 
+def test_a_plan_says_what_it_does_not_know():
+    account = Account((
+        attempt(1, 0.0, 110.0, useful=100, stalled=10, steps=50, saves=5),  # killed
+        attempt(2, 140.0, 250.0, useful=100, stalled=10, steps=50, saves=5, end="finished")))
+    made = plan_of_account(account, prior_mtbf=3_600.0)
+    assert [note for note in made.notes if "is an estimate from 1 failure in 3 min 40 s and from one in 60 min" in note]
+    assert not [note for note in plan_of_account(account, mtbf=100.0).notes if "estimate" in note]
+    assert not [note for note in made.notes if "add up" in note]
+    suspended = Account((attempt(1, 0.0, 210.0, useful=100, stalled=10, steps=50, saves=5, end="finished"),))
+    assert [note for note in plan_of_account(suspended, mtbf=100.0).notes
+            if "does not add up: 1 min 40 s belong to no phase" in note]
+
+
 def test_a_plan_from_whatever_is_known(tmp_path):
     clock = iter(range(10**6)).__next__  # a second passes with every look at it
     with Ledger(tmp_path / "ledger.jsonl", clock=lambda: float(clock()), calendar=lambda: float(clock())) as ledger:
@@ -427,6 +440,8 @@ def test_a_plan_from_whatever_is_known(tmp_path):
             pass
     own = plan_from(tmp_path)
     assert own.costs.stall > 0 and own == plan_from(tmp_path / "ledger.jsonl")
+    assert any("is an estimate from 0 failures" in note for note in own.notes)
+    assert not any("estimate" in note for note in plan_from(tmp_path, mtbf=100.0).notes)
     assert plan_from(tmp_path, given={"restart": 77.0}).costs == replace(own.costs, restart=77.0)
     assert plan_from(tmp_path, mtbf=500.0).mtbf == plan_from(tmp_path, accelerators=2, accelerator_mtbf=1e3).mtbf == 500
     assert plan_from(tmp_path, sharded=SHARDED).costs == SHARDED.costs()
