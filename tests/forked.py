@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 PRELOADED = ("torch._dynamo", "torch._inductor.config", "torch.distributed.fsdp", "torch.distributed.checkpoint",
              "torch.utils.data", *(f"fault_tolerant_transformer_lab.{name}" for name in (
                  "cli", "crashes", "equivalence", "larger_state", "launch", "lora", "script_proof", "training")))
+STARTING_S = 300  # for an answer of the server, which may still be importing beside much other work
 AT_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "PYTHON", "LD_", "MALLOC_", "TORCH", "CUBLAS_")  # read once, at the start
 
 
@@ -40,14 +41,14 @@ class Server:
         """Run one process to its end and give its status, as `subprocess` does."""
         descriptors = array.array("i", [file.fileno() for file in files])
         self.socket.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        self.socket.settimeout(60)
+        self.socket.settimeout(STARTING_S)
         pid = int(self.socket.recv(64))
         self.socket.settimeout(timeout)
         try:
             return int(self.socket.recv(64))
         except TimeoutError:
             os.kill(pid, 9)
-            self.socket.settimeout(60)
+            self.socket.settimeout(STARTING_S)
             self.socket.recv(64)
             raise
 
