@@ -160,11 +160,21 @@ def processed(
         Alternatives])
     processor.process()
     notebook = processor.nb
+    notebook.cells = list(_with_last_lines(notebook.cells))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = relinked(cell.source, NOTEBOOKS)
     notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return notebook
+
+
+def _with_last_lines(cells: list) -> Iterator[object]:
+    "All cells; after a command whose output scrolls, the last line of it, which says how it ended."
+    for cell in cells:
+        yield cell
+        if cell.cell_type == "code" and "scroll-output" in cell.metadata["tags"] and cell.source.startswith("%%bash"):
+            told = "".join("".join(output.get("text", "")) for output in cell.outputs)
+            yield mk_cell(f"It ends with: `{told.strip().splitlines()[-1]}`", "markdown")
 
 
 def title_of(
