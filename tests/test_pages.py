@@ -111,6 +111,15 @@ def test_the_python_of_the_readme_runs_from_top_to_bottom(tmp_path):
     assert all(line in readme for line in told), "the README shows another output"
 
 
+def test_the_loop_of_the_readme_may_be_started_again_when_all_is_done(tmp_path):
+    "A kill between the last save and the end leaves nothing to do, and that is no error."
+    loop = blocks_of("README.md", "python")[0].partition("\nwith tempfile")[0]
+    once_more = f"{loop}\ntrain({str(tmp_path / 'run')!r}, 2)\ntrain({str(tmp_path / 'run')!r}, 2)\n"
+    done = subprocess.run([sys.executable, "-c", once_more], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "run").glob("step-*2.safetensors")] == ["step-00000002.safetensors"]
+
+
 def test_the_contract_costs_ten_lines_in_the_readme():
     block = next(block for block in blocks_of("README.md", "python") if "#+" in block)
     assert sum(line.rstrip().endswith("#+") for line in block.splitlines()) == 10

@@ -216,6 +216,9 @@ def test_nothing_was_executed_and_no_output_was_lost(site: Path) -> None:
             assert re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip()) in text, (name, line)
 
 
+def test_the_front_page_says_how_a_proof_ended_whose_table_scrolls(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "index.html").read_text()))
+    assert re.search(r"^It ends with: EQUIVALENT: all \d+ recovered runs .+ to the direct run$", text, re.M)
 
 
 def test_the_errors_page_has_every_error_class_with_cause_and_remedy(site: Path) -> None:
