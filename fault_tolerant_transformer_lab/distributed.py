@@ -387,7 +387,7 @@ class RankGenerators(RandomGenerators):
         if type(found) is not list or len(found) != self.ranks.size:
             n = len(found) if type(found) is list else "no"
             raise ContractError(f"expected the generators of {self.ranks.size} ranks, the checkpoint has {n}; resume "
-                                "with its number of ranks, or let the generators begin anew with another_world=True")
+                                "with its number of ranks, or through RankStore, where they begin anew")
 
     def load_state_dict(
         self,

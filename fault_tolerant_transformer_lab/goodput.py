@@ -456,7 +456,8 @@ def plan(
     if interval is not None:
         require_seconds("interval", interval, remedy="give the seconds of training between saves")
     optimal = optimal_interval(costs.stall, mtbf, costs.commit_delay)
-    at_best = max(optimal, step_seconds or 0.0) or 1e-6 * mtbf  # where a save costs nothing: as short as can be
+    least = _LEAST_SECONDS if optimal else 1e-6 * mtbf  # where a save costs nothing: as short as can be
+    at_best = max(optimal, step_seconds or least)
     chosen = at_best if interval is None else interval
     steps = None if step_seconds is None else max(1, round(chosen / step_seconds))
     if steps is not None and step_seconds is not None:

@@ -13,6 +13,7 @@ __all__ = ['SCHEMA_VERSION', 'INDEX', 'MAX_INDEX_BYTES', 'MAX_INDEX_VALUES', 'TO
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-003
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -406,6 +407,35 @@ def _require_types(manifest: GenerationManifest) -> None:
             raise ValueError(f"{file.name}: expected digests as text")
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-032
+_LOST = frozenset(getattr(errno, name, None) for name in (
+    "ENOENT", "ELOOP", "ENXIO", "EIO", "EBADMSG", "EILSEQ", "EUCLEAN")) - {None}
+
+
+def _open_regular(path: Path) -> int | None:
+    "Open a regular file to be read; None for anything else. No link is followed and no pipe waited for."
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _read_index(path: Path, where: str) -> bytes:
+    try:
+        fd = _open_regular(path)
+        if fd is not None and os.fstat(fd).st_size <= MAX_INDEX_BYTES:
+            with open(fd, "rb") as file:
+                return file.read(MAX_INDEX_BYTES)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise CheckpointCorruptError(f"{where}: cannot be read ({error.strerror}); use another generation") from error
+    if fd is not None:
+        os.close(fd)
+    raise CheckpointCorruptError(f"{where}: expected a regular file of at most {MAX_INDEX_BYTES} bytes, found another "
+                                 "or something else; use another generation", INDEX)
+
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-033
 def read_generation(
     folder: Path | str,  # such as checkpoints/step-00000004
 ) -> GenerationManifest:  # checked in itself; no rank's file is opened
@@ -414,22 +444,14 @@ def read_generation(
     where = f"{folder.name}/{INDEX}"
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointCorruptError(f"{folder.name}: expected a directory, found something else; name the directory")
-    try:
-        fd = os.open(folder / INDEX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointCorruptError(f"{where}: cannot be opened ({error.strerror}); use another generation") from error
-    with open(fd, "rb") as file:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_INDEX_BYTES:
-            raise CheckpointCorruptError(f"{where}: expected a regular file of at most {MAX_INDEX_BYTES} bytes")
-        manifest = _parse_index(file.read(MAX_INDEX_BYTES), where)
-    expected = {INDEX, *(file.name for file in manifest.files)}
-    if found := expected ^ set(os.listdir(folder)):
-        raise CheckpointCorruptError(f"{folder.name}: {min(found)} is missing or does not belong there; use another "
-                                     "generation", min(found))
+    manifest = _parse_index(_read_index(folder / INDEX, where), where)
+    expected, found = {INDEX, *(file.name for file in manifest.files)}, set(os.listdir(folder))
+    if other := expected ^ found:
+        what = "is missing" if min(other) in expected else "does not belong there"
+        raise CheckpointCorruptError(f"{folder.name}: {min(other)} {what}; use another generation", min(other))
     return manifest
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-034
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-035
 @contextmanager
 def open_shards(
     folder: Path,  # a generation
@@ -460,7 +482,7 @@ def _own_digest(header: Manifest) -> str | None:
     own = {name: digest for name, digest in header.digests.items() if name.startswith("own.")}
     return blake3(canonical_json([plain["own"], own]).encode()).hexdigest()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-036
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-037
 def verify_generation(
     folder: Path | str,  # such as checkpoints/step-00000004
 ) -> GenerationManifest:
@@ -481,7 +503,7 @@ def verify_generation(
                                              "that the generation describes; use another generation", name)
     return manifest
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-038
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-039
 class ShardReader(StorageReader):
     "A generation as the planner reads it, through `torch.distributed.checkpoint.load` or directly."
 
@@ -554,14 +576,14 @@ class ShardReader(StorageReader):
         "Whether a name is that of a generation."
         return (Path(checkpoint_id) / INDEX).is_file()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-040
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-041
 def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     "A view of a box of a tensor."
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dimension, offset, size)
     return tensor
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-042
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-043
 class PlannedTensor:
     "A box of a tensor of a generation, put together from the chunks of whoever wrote it (a `StoredTensor`)."
 
@@ -599,7 +621,7 @@ class PlannedTensor:
         self.load_into(out)
         return out
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-044
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-045
 @dataclass(frozen=True, eq=False)
 class SlicedTensor:
     "A box of a tensor that lies whole in one file (a `StoredTensor`)."
@@ -624,7 +646,7 @@ class SlicedTensor:
         "The box as a new contiguous tensor on the CPU; the whole tensor is in memory for a moment."
         return _box(self.stored.load(), self.offsets, self.shape).contiguous()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-046
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-047
 def box_of(
     contract: Contract | None,  # of this rank; None wants all of everything
     path: TreePath,  # of a tensor in the state; the first step is the participant
@@ -638,7 +660,7 @@ def box_of(
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets) if math.prod(sizes) else (0,) * len(shape), tuple(sizes)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-048
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-049
 @dataclass(frozen=True)
 class _Reference:
     "Stands for a tensor until it is known which part of it is wanted."
@@ -674,13 +696,13 @@ def _sliced(contract: Contract, saved: SavedState) -> SavedState:
             boxes[id(leaf)] = leaf if same else SlicedTensor(leaf, offsets, torch.Size(sizes))
     return dataclasses.replace(saved, tree=map_tensors(saved.tree, lambda leaf: boxes[id(leaf)]))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-050
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-051
 class FencedError(CheckpointError):
     """A newer attempt has taken the run over; nothing was published, and this process must end.
 
     Remedy: end this process, and leave the run to the newer attempt that the message names."""
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-051
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-052
 @dataclass(frozen=True)
 class Attempt:
     "One start of a run by a launcher, and the token with which it may publish."
@@ -695,19 +717,33 @@ class Attempt:
         "The content of `.attempt`."
         return dataclasses.asdict(self)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-052
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-053
 def read_attempt(
     directory: Path,  # of the store
 ) -> Attempt | None:  # None where no attempt of several ranks was ever begun
     "Read who may publish."
     try:
-        data = (directory / _ATTEMPT).read_bytes()
-        return Attempt(**json.loads(data))
+        fd = _open_regular(directory / _ATTEMPT)
+        if fd is None:
+            raise ValueError("no regular file")
+        with open(fd, "rb") as file:
+            return _attempt_of(json.loads(file.read()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{place_of(directory / _ATTEMPT)}: expected an attempt's record, found something else "
                               f"({error}); look at it and remove it") from error
+
+
+def _attempt_of(plain: Any) -> Attempt:
+    "An attempt from what stands in its file, every field of its type: a process id is handed to the system."
+    found = Attempt(**plain)
+    for least, number in ((1, found.number), (1, found.pid), (0, found.launcher)):
+        if type(number) is not int or not least <= number < 1 << 31:
+            raise ValueError(f"expected a whole number, got {shown(number)}")
+    if not all(type(text) is str for text in (found.token, found.host, found.launcher_started)):
+        raise ValueError("expected token, host and launcher_started as text")
+    return found
 
 
 def new_attempt(
@@ -723,7 +759,7 @@ def new_attempt(
     return Attempt((before.number if before else 0) + 1, secrets.token_hex(16), os.getpid(), socket.gethostname(),
                    mine, _started(mine))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-054
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-055
 _ATTEMPT = ".attempt"
 
 
@@ -746,7 +782,7 @@ def _started(pid: int) -> str:
     fields = text.rpartition(")")[2].split()
     return "" if fields[0] == "Z" else fields[19]
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-059
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-060
 _GENERATION = re.compile(r"step-([0-9]{8,19})")
 _LEFT_OVER = re.compile(r"\.step-[0-9]{8,19}\.[0-9a-f]{32}\.tmp")
 
@@ -780,7 +816,7 @@ def generations_in(
     return sorted((one if one is not None else many, directory / name)  # type: ignore[misc]
                   for one, many, name in steps if one is not None or many is not None)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-062
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-063
 class ShardDisk(ForwardingDisk):
     "A disk that can also remove a directory."
 
@@ -809,7 +845,7 @@ def remove_tree(
         disk.release(fd)
     disk.remove_directory(directory, name)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-064
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-065
 class ShardWriter(StorageWriter):
     "Writes one rank's file, and on the coordinator the plan; `publish` makes the whole appear."
 
@@ -914,7 +950,7 @@ class ShardWriter(StorageWriter):
         "No metadata beside the plan."
         return None
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-065
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-066
 def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], dict[str, Any]]) -> ShardedTensor:
     "A tensor's metadata, translated field by field, with the place of each chunk by its offsets."
     chunks = []
@@ -924,7 +960,7 @@ def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], di
             chunks.append(Chunk(offsets, sizes, **places[offsets]))
     return ShardedTensor(found.properties.dtype, tuple(map(int, found.size)), tuple(chunks))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-068
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-069
 @dataclass(frozen=True)
 class RankRestored(Restored):
     "What a restore used, and whether the generators could go on."
@@ -951,7 +987,7 @@ def _copied(snapshot: Snapshot) -> Snapshot:
 
     return dataclasses.replace(snapshot, tree=map_tensors(snapshot.tree, _copy))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-070
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-071
 def agree(
     action: Callable[[], Any],  # done on every rank; returns JSON data
     group: dist.ProcessGroup | None = None,  # None is the default group
@@ -974,7 +1010,7 @@ def agree(
             raise _error_of(rank, other["error"], other["text"])
     return [other["result"] for other in told]
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-072
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-073
 @contextmanager
 def publication_lock(
     directory: Path,  # of the store
@@ -997,7 +1033,7 @@ def publication_lock(
     finally:
         lock.release()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-074
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-075
 def retain(
     disk: ShardDisk,  # the seam
     directory: int,  # the store's, open; the caller holds the lock
@@ -1024,7 +1060,7 @@ def retain(
         disk.sync_directory(directory)  # else a power loss could bring the name back without its files
         remove_tree(disk, directory, hidden)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-076
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-077
 class _Publishing:
     "How several ranks put a generation into a directory: the attempt, its fence, the parts, the rename."
 
@@ -1199,7 +1235,7 @@ class _Publishing:
             finally:
                 self.disk.release(directory)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-078
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-079
 class RankStore(_Publishing):
     "A directory of checkpoints that several ranks write together; inside the block this attempt may publish."
 
@@ -1300,7 +1336,7 @@ class RankStore(_Publishing):
             agree(lambda: contract.restore(found[0], **options), self._group)
         return tuple(missing)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-080
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-081
 TOLD_BY = "told by rank"  # begins the note of an error that another rank had
 
 
@@ -1322,7 +1358,7 @@ def newest_sound(
                 return path
     return None
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-082
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-083
 def _begins_anew(participant: Any) -> bool:
     "Whether a participant can begin anew at another world size: generators, whose streams belong to ranks."
     return isinstance(participant, RandomGenerators | NamedGenerator)
@@ -1375,7 +1411,7 @@ def _looks_sound(path: Path) -> bool:
     except (CheckpointError, OSError):
         return False
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-084
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-085
 @contextmanager
 def saved_for(
     contract: Contract,  # of the rank that will be restored
@@ -1414,7 +1450,7 @@ def _continues(contract: Contract, name: str, state: Any) -> bool:
         return len(state.get("ranks", ())) == participant.ranks.size
     return "ranks" not in state and not any(isinstance(p, LocalShards) for p in contract.participants.values())
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-099
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-100
 @contextmanager
 def open_whole(
     folder: Path | str,  # a generation
@@ -1431,6 +1467,17 @@ def open_whole(
                                          f"its own ({', '.join(own[0])}), found {', '.join(own[other[0]])}; use "
                                          "another generation", shard_name(other[0]))
         yield _saved_state(manifest, tree | {name: {"ranks": [of_rank[name] for of_rank in own]} for name in own[0]})
+
+
+def _require_apart(path: Path | str) -> None:
+    "Raise where a new file would damage a generation, or be taken for a checkpoint of the run whose folder it is."
+    path = Path(path).absolute()
+    inside = (path.parent / INDEX).exists()
+    if inside or (step_of(path.name) is not None and generations_in(path.parent)):
+        why = "a generation, which a file more would damage" if inside else (
+            "a run's checkpoints, under a name that the run would take for one of them")
+        raise CheckpointError(f"{place_of(path)}: expected a place of its own for the file, got one in {why}; choose "
+                              "another folder")
 
 
 def publish_one_file(
@@ -1454,13 +1501,14 @@ def export_checkpoint(
     path: Path | str,  # of the file to write, such as weights.safetensors
 ) -> Published:  # the whole state is in memory for a while
     "Write a sharded generation as one file that any reader of safetensors opens."
+    _require_apart(path)
     with open_whole(folder) as saved:
         loaded: dict[int, Tensor] = {}
         tree = map_tensors(saved.tree, lambda leaf: loaded.setdefault(id(leaf), leaf.load()))
         values = {f.name: getattr(saved, f.name) for f in dataclasses.fields(Snapshot)}
         return publish_one_file(Snapshot(**values | {"tree": tree}), path)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-101
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-102
 @contextmanager
 def open_any(
     path: Path | str,  # a generation's directory, or a one-file checkpoint
@@ -1484,7 +1532,7 @@ def diff_states(
                 found.append(difference)
     return found
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-102
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-103
 def _difference(where: str, a: Any, b: Any) -> Difference | None:
     "How two leaves differ; None where they do not."
     if a is ABSENT or b is ABSENT:
@@ -1506,7 +1554,7 @@ def _text(leaf: Any) -> Any:
     "A leaf as a `Difference` holds it."
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if hasattr(leaf, "load_into") else leaf
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-108
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-109
 @dataclass(eq=False)
 class Inert:
     "What a pickle would have made by calling something: the name, the arguments, the state, and no call."
@@ -1533,7 +1581,7 @@ def read_inert(
                               "with the program that wrote it") from error
     raise CheckpointError("expected a pickle, found one that does not end: copy the file again")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-109
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-110
 # What a description that was made to do harm raises: somebody else's file is refused in one line, whatever it says.
 _HOSTILE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, RuntimeError, TypeError,
             ValueError, EOFError, MemoryError, struct.error, zlib.error, zipfile.BadZipFile)
@@ -1549,7 +1597,7 @@ _LITERALS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BIN
                        "BINUNICODE8", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "LONG4"})
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-111
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-112
 def _follow(name: str, argument: Any, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> None:
     "One opcode."
     def _popped() -> list[Any]:
@@ -1603,7 +1651,7 @@ def _describe(name: str, argument: Any, stack: list[Any]) -> None:
     else:
         raise ValueError(f"opcode {name}")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-115
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-116
 def read_dcp_folder(
     folder: Path | str,  # written by `torch.distributed.checkpoint`
 ) -> State:  # nested as it was saved
@@ -1645,6 +1693,7 @@ def import_checkpoint(
     participant: str = "model",  # under which name it becomes state
 ) -> Published:  # step 0; restore it with only=("model",)
     "Make a starting point of somebody else's weights."
+    _require_apart(path)
     source = Path(source)
     state = read_dcp_folder(source) if source.is_dir() else read_torch_save(source)
     if key is not None:
@@ -1658,7 +1707,7 @@ def import_checkpoint(
                               "with key=...") from error
     return publish_one_file(Snapshot(0, None, tree, {"imported": source.name}, {"imported": source.name}, {}, ()), path)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-117
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-118
 _STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
              "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
              "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
@@ -1680,7 +1729,7 @@ def _dtype_of(described: Any) -> torch.dtype:
         raise ValueError(f"{described.name} is no dtype")
     return dtype
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-119
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-120
 class _Building:
     "Builds what state is made of from its description: tensors, parameters and plain containers; each node once."
 
@@ -1782,7 +1831,7 @@ class _Building:
     def _big_endian(self) -> bool:
         return f"{self.prefix}byteorder" in self.archive.namelist() and self.member("byteorder") != b"little"
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-121
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-122
 def _within_reason(n_bytes: float, wanted: int) -> float:
     "What is left of a source's allowance once a tensor is taken; it begins as the size of the source."
     left = n_bytes - wanted / 64
@@ -1798,17 +1847,19 @@ def _size(value: Any) -> tuple[int, ...] | None:
 
 def _bytes_of(path: Path, offset: int = 0, length: int | None = None) -> bytes:
     "A part of a regular file, or all of it; no link is followed."
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = _open_regular(path)
+    if fd is None:
+        raise CheckpointError(f"{path.name}: expected a regular file, found something else; copy it again")
     with open(fd, "rb") as file:
-        facts = os.fstat(fd)
-        length = facts.st_size if length is None else length
-        if not stat.S_ISREG(facts.st_mode) or not 0 <= offset <= offset + length <= facts.st_size:
-            raise CheckpointError(f"{path.name}: expected a regular file and a part of it, found {shown(offset)} and "
-                                  f"{shown(length)} of {facts.st_size} bytes, or no regular file; copy it again")
+        n_bytes = os.fstat(fd).st_size
+        length = n_bytes if length is None else length
+        if not 0 <= offset <= offset + length <= n_bytes:
+            raise CheckpointError(f"{path.name}: expected {shown(length)} bytes from {shown(offset)} on, the file has "
+                                  f"{n_bytes}; copy it again")
         file.seek(offset)
         return file.read(length)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-123
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-124
 class _ForeignFolder:
     "A folder of torch.distributed.checkpoint, as its plan describes it."
 

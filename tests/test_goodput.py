@@ -299,7 +299,7 @@ def test_every_refusal_says_what_was_expected_and_what_arrived(call):
 @pytest.mark.parametrize("stall", [0.0, 5e-324, 1e-300, 1e-9, 1.0, 1e12])
 @pytest.mark.parametrize("mtbf", [1e-9, 1.0, 1e12])
 def test_a_plan_at_the_ends_of_what_is_accepted(stall, mtbf):
-    for others, step, interval in itertools.product((0.0, 1e12), (None, 1e-9, 1e12), (None, 1e-9, 1e12)):
+    for others, step, interval in itertools.product((0.0, 5e-324, 1e12), (None, 1e-9, 1e12), (None, 1e-9, 1e12)):
         costs = Costs(stall=stall, commit_delay=others, detection=others, restart=others, restore=others)
         made = plan(costs, mtbf, step_seconds=step, interval=interval)
         shares = json.loads(json.dumps(made.to_plain(), allow_nan=False))["shares"]

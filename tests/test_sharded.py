@@ -1,6 +1,7 @@
 """Sharded generations under attack: kills of three ranks, forged plans, exchanged files, orphans, rivals."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ from fault_tolerant_transformer_lab.sharded import (
     Inert,
     RankStore,
     ShardedTensor,
+    export_checkpoint,
     import_checkpoint,
     new_attempt,
     read_attempt,
@@ -347,7 +349,11 @@ def test_a_sound_file_of_another_generation_is_no_part_of_this_one(origin, tmp_p
         verify_generation(both / "step-00000001")
 
 
-@pytest.mark.parametrize("how", ["missing", "extra", "link"])
+SAID = {"missing": "rank-00001.safetensors is missing", "extra": "rank-00003.safetensors does not belong there",
+        "link": "expected a directory"}
+
+
+@pytest.mark.parametrize("how", SAID)
 def test_a_folder_with_more_or_less_than_its_files_is_refused(store, how):
     folder = store / "step-00000001"
     if how == "missing":
@@ -357,8 +363,54 @@ def test_a_folder_with_more_or_less_than_its_files_is_refused(store, how):
     else:
         folder.rename(store / "elsewhere")
         folder.symlink_to("elsewhere")
-    with pytest.raises(CheckpointCorruptError, match="missing or does not belong|expected a directory"):
+    with pytest.raises(CheckpointCorruptError, match=SAID[how]):
         verify_generation(folder)
+
+
+def anything_but_a_file(path, how):
+    "Put something at a path that is no regular file."
+    path.unlink()
+    if how == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+        return
+    {"directory": path.mkdir, "FIFO": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("elsewhere")}[how]()
+
+
+@pytest.mark.parametrize("how", ["directory", "FIFO", "link", "socket"])
+def test_a_plan_that_is_no_file_is_damage_and_the_generation_before_it_is_used(origin, tmp_path, monkeypatch, how):
+    both = shutil.copytree(origin[0] / "both", tmp_path / "both")
+    monkeypatch.chdir(both / "step-00000002")  # a socket's path is short
+    anything_but_a_file(Path(INDEX), how)
+    with pytest.raises(CheckpointCorruptError, match=f"step-00000002/{INDEX}: .*; use another generation"):
+        verify_generation(both / "step-00000002")
+    assert sharded.newest_sound(both) == both / "step-00000001"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_an_error_of_the_moment_does_not_condemn_a_generation_and_one_of_the_device_does(store, monkeypatch, code):
+    def refuse(path, flags):
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(CheckpointCorruptError if code == errno.EIO else OSError, match=os.strerror(code)):
+            read_generation(store / "step-00000001")
+    assert read_generation(store / "step-00000001").step == 1
+
+
+def test_a_file_for_others_is_not_written_among_checkpoints(store, tmp_path):
+    generation = store / "step-00000001"
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    for place, said in ((generation / "one.safetensors", "generation"), (store / "step-00000001.safetensors", "run"),
+                        (store / "step-00000000.safetensors", "run")):
+        for write, source in ((export_checkpoint, generation), (import_checkpoint, tmp_path / "w.pt")):
+            with pytest.raises(CheckpointError, match=f"got one in a {said}"):
+                write(source, place)
+        assert not place.exists()
+    verify_generation(generation)
+    export_checkpoint(generation, store / "weights.safetensors")  # no name of a checkpoint
+    import_checkpoint(tmp_path / "w.pt", tmp_path / "begin" / "step-00000000.safetensors")  # nobody else's folder
 
 
 @settings(max_examples=80)
@@ -411,8 +463,25 @@ def test_beside_a_living_launcher_nobody_takes_over(tmp_path):
     assert new_attempt(living, tmp_path).number == 2  # the launcher is dead: its ranks are orphans
 
 
-def test_a_record_that_is_none_is_named(tmp_path):
-    (tmp_path / ".attempt").write_text("[]")
+NO_RECORDS = ["", "[]", "{}", {"number": "1"}, {"number": 0}, {"number": True}, {"pid": None}, {"pid": -1},
+              {"pid": 10**30}, {"launcher": "../1"}, {"launcher": 1.0}, {"token": 7}, {"host": None},
+              {"launcher_started": 5}, {"more": 1}]
+
+
+@pytest.mark.parametrize("change", NO_RECORDS, ids=str)
+def test_a_record_that_is_none_is_named(tmp_path, change):
+    sound = new_attempt(None, tmp_path).to_plain()
+    (tmp_path / ".attempt").write_text(json.dumps(sound))
+    assert read_attempt(tmp_path).to_plain() == sound
+    (tmp_path / ".attempt").write_text(change if isinstance(change, str) else json.dumps(sound | change))
+    with pytest.raises(CheckpointError, match="expected an attempt's record"):
+        read_attempt(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["directory", "FIFO"])
+def test_a_record_that_is_no_file_is_named(tmp_path, how):
+    (tmp_path / ".attempt").touch()
+    anything_but_a_file(tmp_path / ".attempt", how)
     with pytest.raises(CheckpointError, match="expected an attempt's record"):
         read_attempt(tmp_path)
 
