@@ -86,7 +86,8 @@ def load_target(
     module, _, name = str(target.get("function", "")).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        inspect.getsourcefile(function)  # refuses what is no function of Python
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError("function: expected a module and a function that can be imported, such as "
                          f"my.module:make_run, got {target.get('function')!r} ({error})") from error
     arguments = dict(target.get("arguments", {}))
@@ -165,12 +166,16 @@ def read_certificate(
     "Read a certificate. Raises `CertificateError` where it is none, or anything in it was changed."
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CertificateError(f"{Path(path).name}: expected a certificate, a file of JSON ({error})") from error
     kind = document.get("format") if isinstance(document, dict) else type(document).__name__
-    if kind != FORMAT or document.get("schema_version") != SCHEMA_VERSION:
+    if kind != FORMAT:
         raise CertificateError(f"{Path(path).name}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got "
-                               f"{kind!r} of another; check it with the version of this package that wrote it")
+                               f"{kind!r}")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise CertificateError(f"{Path(path).name}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got one of "
+                               f"{document.get('schema_version')!r}; check it with the version of this package that "
+                               "wrote it")
     if absent := [name for name in ("asked", "target", "code", "verdict") if not document.get(name)]:
         raise CertificateError(f"{Path(path).name}: expected {', '.join(absent)} too, found none; it is not complete")
     digests = document.get("digests")
@@ -182,7 +187,29 @@ def read_certificate(
     if document.get("sha256") != _digest_of(document):
         raise CertificateError(f"{Path(path).name}: it does not have the digest that it was written with, so it was "
                                "changed after it was written; it proves nothing")
+    if wrong := _misshapen(document):
+        raise CertificateError(f"{Path(path).name}: expected {wrong}; check it with the version of this package that "
+                               "wrote it")
     return document
+
+
+def _misshapen(document: Mapping[str, Any]) -> str:
+    "Say what was expected where a check would find something else than `certificate` writes; empty where all is well."
+    target = document["target"]
+    kind = target.get("kind") if isinstance(target, dict) else None
+    if kind not in ("run", "training"):
+        return f"a target of kind run or training, got {target!r:.60}"
+    if kind == "run" and not isinstance(target.get("function"), str):
+        return f"a target with a function's name, got {target.get('function')!r:.60}"
+    parts = {"target.config": target.get("config")} if kind == "training" else {
+        "target.arguments": target.get("arguments", {})}
+    parts |= {"asked": document["asked"], "code": document["code"], "environment": document.get("environment") or {}}
+    if wrong := [name for name, part in parts.items() if not isinstance(part, dict)]:
+        return f"{wrong[0]} to be an object, got {parts[wrong[0]]!r:.60}"
+    known = inspect.signature(prove_training if kind == "training" else prove_restart).parameters
+    if unknown := [name for name in document["asked"] if name not in known]:
+        return f"arguments of {'prove_training' if kind == 'training' else 'prove_restart'}, got {unknown[0]!r:.60}"
+    return ""
 
 # %% ../nbs/07b_certificate.ipynb #cell-030
 @dataclass(frozen=True)

@@ -808,7 +808,7 @@ class _Ended:
     def problem(self) -> str:
         "What went wrong; empty for a normal end."
         if self.status is None:
-            return "the process did not end, and was ended"
+            return f"the process did not end within {self.seconds:.0f} s, and was ended"
         last = next((line for line in reversed(self.said.splitlines()) if line.strip()), "")
         return "" if self.status == 0 or self.struck else f"exit status {self.status}: {last[:200]}"
 
@@ -1193,7 +1193,11 @@ def suspects(
     if anew:
         return (Suspect("optimizer", f"{anew[0]} lacks just what it held before the restart: the gradient was the "
                                      "same, the optimizer's state began anew"), *found)
-    return (*found, *_update_suspects(parts, held, bool(found)))
+    if any(_part_of(leaf, text) == "optimizer" and _MOMENT.match(text) for leaf, text in direct.leaves.items()):
+        held.add("moments")
+    values = [Suspect(leaf, f"{_compared(leaf, direct, other)}; it did not survive, or follows from what did not")
+              for leaf in parts.get("value", ())]
+    return (*found, *_update_suspects(parts, held, bool(found), values))
 
 # %% ../nbs/07d_scripts.ipynb #cell-079
 _TOLD = (
@@ -1211,23 +1215,31 @@ def _compared(leaf: str, direct: Tree, other: Tree) -> str:
     return f"{leaf} is {b} where the direct run has {a}" if max(len(a), len(b)) <= 60 else f"{leaf} differs"
 
 
-def _update_suspects(parts: Mapping[str, list[str]], held: set[str], told: bool) -> list[Suspect]:
-    "What is left to suspect when nothing but tensors, and perhaps the loss, differs."
+_MOMENT = re.compile(r"\w*float\d+\[\d")  # a tensor of an optimizer, and no hyperparameter or count
+_BUFFER = re.compile(r"(^|[.:])(running_(mean|var)|num_batches_tracked)$")
+
+
+def _update_suspects(parts: Mapping[str, list[str]], held: set[str], told: bool,
+                     values: Sequence[Suspect]) -> list[Suspect]:
+    "What is left to suspect when nothing but tensors, perhaps the loss, and some other `values` differ."
     missing = [part for part in ("optimizer", "generator", "data position", "scheduler") if part not in held
                and not (part == "scheduler" and "learning rate" in held)]
-    if "model" in parts and "optimizer" in held and "optimizer" not in parts:
+    if "optimizer" not in parts and parts.get("model") and all(map(_BUFFER.search, parts["model"])):
+        return [Suspect(parts["model"][0], "every weight is equal and this buffer is not: it did not survive the "
+                                           "restart"), *values]
+    if "model" in parts and "moments" in held and "optimizer" not in parts:
         return [Suspect("learning rate", "the optimizer's state is equal and the weights are not: the size of the step "
-                                         "was another one")]
+                                         "was another one"), *values]
     if "model" not in parts and "optimizer" not in parts:
         leaves = [leaf for part in parts.values() for leaf in part]
         return [] if told else [Suspect(leaves[0], "nothing else differs: it did not survive the restart")]
     why = "the gradient or the update was another one, and the checkpoint holds nothing that looks like it"
     found = [Suspect(part, why) for part in missing]
-    return found if found or told else [
+    return [*found, *values] if found or told or values else [
         Suspect("state outside the checkpoint", "the gradient was another one, though generators, data position and "
                                                 "optimizer are all in the checkpoint and equal")]
 
-# %% ../nbs/07d_scripts.ipynb #cell-083
+# %% ../nbs/07d_scripts.ipynb #cell-085
 @dataclass(frozen=True)
 class ScriptRow:
     "One run that was killed and started again, against the direct run."
@@ -1254,7 +1266,7 @@ _RANK = ("different", "lost work", "error", "refused", "not exercised")
 STATUS = {Verdict.EQUIVALENT: 0, Verdict.DIVERGENT: 1, Verdict.NONDETERMINISTIC: 1, Verdict.NOT_EXERCISED: 1,
           Verdict.LOST_WORK: 1, Verdict.ERROR: 1}
 
-# %% ../nbs/07d_scripts.ipynb #cell-085
+# %% ../nbs/07d_scripts.ipynb #cell-087
 @dataclass(frozen=True)
 class ScriptProof:
     "What killing a script has shown."
@@ -1289,6 +1301,8 @@ class ScriptProof:
 
     def table(self) -> str:  # several lines of text
         "Lay the rows out for a terminal."
+        if not self.rows:
+            return str(self)
         head = ("kill point", "killed", "result")
         body = [(row.point, row.place, textwrap.shorten(row.result, 90, placeholder=" …")) for row in self.rows]
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(3)]
@@ -1312,7 +1326,7 @@ class ScriptProof:
                 label, "error" if row.outcome in ("error", "refused") else "failure", row.result, body))
         return junit_suite("prove-script", cases)
 
-# %% ../nbs/07d_scripts.ipynb #cell-087
+# %% ../nbs/07d_scripts.ipynb #cell-089
 class _Problem(Exception):
     "A proof ended early: the verdict and the reason."
 
@@ -1320,7 +1334,7 @@ class _Problem(Exception):
         super().__init__(reason)
         self.verdict = verdict
 
-# %% ../nbs/07d_scripts.ipynb #cell-088
+# %% ../nbs/07d_scripts.ipynb #cell-090
 class _Runs:
     "Starts a script's processes, each run in a folder of its own, and counts both."
 
@@ -1383,7 +1397,7 @@ class _Runs:
             raise _Problem(Verdict.ERROR, f"the disk that holds the runs is full: {free >> 20} MiB are free in "
                            f"{self.workspace}, and a run takes {(size >> 20) + 1}; give another directory")
 
-# %% ../nbs/07d_scripts.ipynb #cell-092
+# %% ../nbs/07d_scripts.ipynb #cell-094
 class _History:
     "What the direct run's checkpoints held, as far as is known yet, by their number in the order of completion."
 
@@ -1431,7 +1445,7 @@ class _History:
         digits = re.findall(r"\d+", name)
         return int(number) if number is not None else int(digits[-1]) if digits else None
 
-# %% ../nbs/07d_scripts.ipynb #cell-096
+# %% ../nbs/07d_scripts.ipynb #cell-098
 def _described(history: _History, a: Tree, b: Tree, sizes: Mapping[str, Mapping[str, Any]], name: str) -> Diagnosis:
     "Put into words how two checkpoints of a name differ."
     where = [leaf for leaf in _parted(a, b) if leaf.removesuffix("(bytes)") not in {**a.unread, **b.unread}]
@@ -1470,7 +1484,7 @@ def _difference(
             return _described(history, a, b, sizes, name)
     return None
 
-# %% ../nbs/07d_scripts.ipynb #cell-100
+# %% ../nbs/07d_scripts.ipynb #cell-102
 _MOST_OPERATIONS = 200_000  # of one run that are recorded
 _RECORDER = '''
 import importlib.abc, importlib.util, json, os, sys
@@ -1552,7 +1566,7 @@ if _this is not None:
     sys.modules.setdefault("sitecustomize", _this)
 '''
 
-# %% ../nbs/07d_scripts.ipynb #cell-102
+# %% ../nbs/07d_scripts.ipynb #cell-104
 def _recorded(runs: _Runs, site: Path) -> tuple[_Ended, list[list[Any]]]:
     "Run once more with every operation written down: operation, module, line, given, result, step."
     root = runs.folder()
@@ -1582,7 +1596,7 @@ def _operation_in(runs: _Runs) -> str:
             return str(Located(a[5], a[0], a[1], a[2], number, a[0] == b[0] and a[3] != b[3]))
     return "not found: recorded twice more, each operation of torch returned the same"
 
-# %% ../nbs/07d_scripts.ipynb #cell-106
+# %% ../nbs/07d_scripts.ipynb #cell-108
 @dataclass(frozen=True)
 class _Direct:
     "The uninterrupted run, and what was learned from it."
@@ -1607,8 +1621,9 @@ def _uninterrupted(runs: _Runs, locate_op: bool = False) -> _Direct:
     (watched, left, root), (plain, other, root_2) = found
     if not left.signatures:
         names = ", ".join(sorted(entry.name for entry in root.iterdir() if not entry.is_symlink())[:8]) or "nothing"
+        hint = "; the command wrote elsewhere, or nothing" if names == "nothing" else ""
         raise _Problem(Verdict.NOT_EXERCISED, f"no checkpoint: nothing matches {' '.join(runs.script.checkpoints)} in "
-                                              f"the run's folder, which holds {names}")
+                                              f"the run's folder, which holds {names}{hint}")
     made = tuple(publications(watched.calls, runs.script.patterns))
     history = _History([one.name for one in made])
     if differs := _difference(runs.reader, history, (left, root), (other, root_2)):
@@ -1619,7 +1634,7 @@ def _uninterrupted(runs: _Runs, locate_op: bool = False) -> _Direct:
     runs.clear(root_2)
     return _Direct(root, left, watched.calls, made, plain.last_change - plain.first_change, plain.written)
 
-# %% ../nbs/07d_scripts.ipynb #cell-110
+# %% ../nbs/07d_scripts.ipynb #cell-112
 @dataclass(frozen=True)
 class _Redone:
     "Work that was saved and done again."
@@ -1642,7 +1657,7 @@ def _started_over(direct: _Direct, calls: Sequence[Call], patterns: Sequence[re.
     return len(again) >= len(direct.made) > 0 and not any(
         call.kind == "read" and _matched(call.path, patterns) for call in calls[:again[0].first])
 
-# %% ../nbs/07d_scripts.ipynb #cell-111
+# %% ../nbs/07d_scripts.ipynb #cell-113
 def _redone_at_end(history: _History, direct: _Direct, before: _Left, after: _Left, calls: Sequence[Call],
                    row: ScriptRow, patterns: Sequence[re.Pattern[str]]) -> _Redone | None:
     "Which of the checkpoints that were complete at the kill were made again; `calls` are the last process'."
@@ -1664,7 +1679,7 @@ def _redone_at_end(history: _History, direct: _Direct, before: _Left, after: _Le
     start = len(direct.made) - len(publications(calls, patterns))  # complete ones from which that process went on
     return _Redone(max(0, start), complete, newest) if start < complete - 1 else None
 
-# %% ../nbs/07d_scripts.ipynb #cell-112
+# %% ../nbs/07d_scripts.ipynb #cell-114
 def _with_loss(history: _History, row: ScriptRow, redone: _Redone | None) -> ScriptRow:
     "Say how much work a run lost, in steps where a checkpoint counts them."
     if redone is None or row.outcome not in ("equal", "lost work"):
@@ -1680,7 +1695,7 @@ def _with_loss(history: _History, row: ScriptRow, redone: _Redone | None) -> Scr
         f"{'step' if known else 'checkpoint'}{'s' * (lost != 1)} of work lost, which {complete} "
         f"checkpoint{'s' * (complete != 1)} held"))
 
-# %% ../nbs/07d_scripts.ipynb #cell-116
+# %% ../nbs/07d_scripts.ipynb #cell-118
 @dataclass
 class _Proving:
     "One proof under way: what is known so far. Several threads follow points; each adds under a name of its own."
@@ -1738,7 +1753,7 @@ def _struck(proving: _Proving, root: Path, number: int, place: Strike | Poll) ->
         ended = runs.attempt(root, number, place)
     return root, ended
 
-# %% ../nbs/07d_scripts.ipynb #cell-119
+# %% ../nbs/07d_scripts.ipynb #cell-121
 def _missed(row: ScriptRow, ended: _Ended, number: int) -> ScriptRow:
     "Tell a process that failed from one that was at its end before it could be killed."
     if not ended.problem:
@@ -1758,7 +1773,7 @@ def _unnoticed(proving: _Proving, row: ScriptRow, root: Path) -> ScriptRow:
                                                            f"without what it should have left ({found.tensor})"))
     return replace(row, outcome="error", detail="exit status 0 although a checkpoint could not be written")
 
-# %% ../nbs/07d_scripts.ipynb #cell-121
+# %% ../nbs/07d_scripts.ipynb #cell-123
 def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> ScriptRow:
     "Let a killed run go to its end, and compare."
     last = proving.runs.attempt(root, max(1, row.kills), watch=True)
@@ -1785,7 +1800,7 @@ def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> S
     proving.runs.clear(root)
     return replace(row, outcome="lost work") if row.point in proving.redone else row
 
-# %% ../nbs/07d_scripts.ipynb #cell-123
+# %% ../nbs/07d_scripts.ipynb #cell-125
 def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
     "Kill one run at its places, start it again each time, and compare what it leaves. Raises `_Problem` if it cannot."
     runs, made = proving.runs, proving.direct.made
@@ -1813,7 +1828,7 @@ def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
         before = left
     return _finished(proving, row, root, before)
 
-# %% ../nbs/07d_scripts.ipynb #cell-126
+# %% ../nbs/07d_scripts.ipynb #cell-128
 def _beside(proving: _Proving, k: int, j: int) -> list[Path]:
     "Two runs stopped right behind checkpoint `j`: one uninterrupted up to there, one killed and resumed behind `k`."
     runs, calls, made = proving.runs, proving.direct.calls, proving.direct.made
@@ -1857,7 +1872,7 @@ def _located(proving: _Proving, row: ScriptRow) -> ScriptRow:
     sizes = runs.reader.differences(*paths, where=_parted(a, b))
     return replace(row, diagnosis=_described(proving.history, a, b, sizes, name))
 
-# %% ../nbs/07d_scripts.ipynb #cell-129
+# %% ../nbs/07d_scripts.ipynb #cell-131
 _LOSS = re.compile(r"(\.|^|:)(train_)?loss(es|_history)?(\[\d+\])*$")
 
 
@@ -1906,7 +1921,7 @@ def _weigh(rows: Sequence[ScriptRow], made: int, series: Sequence[Tree]) -> tupl
     return Verdict.EQUIVALENT, f"all {len(by['equal'])} killed runs ({kills} kills) left the same checkpoints as the " \
                                f"direct run, bit for bit{late}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-133
+# %% ../nbs/07d_scripts.ipynb #cell-135
 def _points_of(direct: _Direct, script: Script, wanted: Wanted) -> list[KillPoint]:
     "Plan every kill that is wished for."
     points = list(_traced_points(direct.calls, direct.made, wanted) if script.trace
@@ -1959,7 +1974,7 @@ def _concluded(prove: Callable[[], ScriptProof]) -> ScriptProof:
             raise
         return ScriptProof(Verdict.ERROR, f"the disk that holds the runs is full ({error}); give another directory")
 
-# %% ../nbs/07d_scripts.ipynb #cell-134
+# %% ../nbs/07d_scripts.ipynb #cell-136
 def prove_script(
     command: Sequence[str],  # as typed; "{dir}" stands for a fresh folder, without it the command is started in one
     *,
@@ -2007,7 +2022,7 @@ def prove_script(
              "seconds": round(time.monotonic() - started, 1), "trusted": trust}
     return replace(proof, observed=why_not, facts=facts)
 
-# %% ../nbs/07d_scripts.ipynb #cell-136
+# %% ../nbs/07d_scripts.ipynb #cell-138
 def _no_trace(wished: bool | None) -> str:
     "Say why system calls will not be seen; empty where they will. Raises `ValueError` where that was not to be."
     why_not = "not asked for" if wished is False else _no_strace()
@@ -2023,6 +2038,10 @@ def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, st
         raise ValueError(f"command: expected a program that can be started, got {' '.join(command) or 'nothing'}")
     if not globs or not all(globs):
         raise ValueError("checkpoints: expected globs relative to the run's folder, such as 'ckpt*.pt'")
+    places = [(glob, Path(glob.removeprefix("{dir}/"))) for glob in globs]
+    if outside := [glob for glob, place in places if place.is_absolute() or ".." in place.parts]:
+        raise ValueError(f"checkpoints: expected globs relative to the run's folder, which {{dir}} names, got "
+                         f"{', '.join(outside)}; let the command write there")
     if wrong := [kind for kind in wanted.kinds if kind not in KILLS]:
         raise ValueError(f"kills: expected some of {', '.join(KILLS)}, got {', '.join(wrong)}")
     if (steps is None) != (not steps_flag):
@@ -2032,7 +2051,7 @@ def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, st
         raise ValueError("max_checkpoints, max_events, chain, steps: expected at least 1, random_kills: at least 0")
     return () if steps is None else (f"{steps_flag}{steps}",) if steps_flag.endswith("=") else (steps_flag, str(steps))
 
-# %% ../nbs/07d_scripts.ipynb #cell-137
+# %% ../nbs/07d_scripts.ipynb #cell-139
 def _again(command: Sequence[str], asked: Mapping[str, Any], name: str) -> str:
     "Write down the command that makes one killed run again: with all that decides which kill has which name."
     words = [f"{key}={value}" for key, value in (asked["environment"] or {}).items()]

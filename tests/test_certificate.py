@@ -158,13 +158,31 @@ def test_the_labs_own_loop_is_certified_with_its_configuration(tmp_path: Path) -
 @pytest.mark.parametrize(("content", "message"), [
     ("not JSON", "expected a certificate, a file of JSON"),
     ("[]", "expected a fttl restart certificate of schema version 1, got 'list'"),
-    ('{"format": "fttl restart certificate", "schema_version": 2}', "of schema version 1"),
+    ('{"format": "fttl restart certificate", "schema_version": 2}', "of schema version 1, got one of 2"),
+    ("[" * 100_000, "expected a certificate, a file of JSON"),
     ('{"format": "fttl restart certificate", "schema_version": 1}', "expected asked, target, code, verdict too"),
 ])
 def test_what_is_no_certificate_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(CertificateError, match=message):
         read_certificate(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(("part", "value", "message"), [
+    ("target", "a text", "expected a target of kind run or training, got 'a text'"),
+    ("target", {"function": "a:b"}, "expected a target of kind run or training"),
+    ("target", {"kind": "run", "function": 12}, "expected a target with a function's name, got 12"),
+    ("target", {"kind": "run", "function": "a:b", "arguments": [1]}, "target.arguments to be an object"),
+    ("target", {"kind": "training"}, "target.config to be an object, got None"),
+    ("asked", [1], "asked to be an object"),
+    ("asked", {"steps": 2, "of_a_later_version": 1}, "arguments of prove_restart, got 'of_a_later_version'"),
+    ("code", "a text", "code to be an object"),
+    ("environment", [1], "environment to be an object"),
+])
+def test_a_certificate_of_another_shape_is_refused_though_its_digest_is_right(path, part, value, message) -> None:
+    document = {**json.loads(path.read_text()), part: value}
+    with pytest.raises(CertificateError, match=message):
+        check_certificate(write_certificate(document, path))
 
 
 def test_a_changed_digest_is_noticed_without_running_anything(path: Path) -> None:
@@ -176,7 +194,8 @@ def test_a_changed_digest_is_noticed_without_running_anything(path: Path) -> Non
     assert root_of([]) == hashlib.sha256(b"").hexdigest()
 
 
-@pytest.mark.parametrize("target", ["nothing", "no.such.module:f", f"{__name__}:missing", ":f"])
+@pytest.mark.parametrize("target", ["nothing", "no.such.module:f", f"{__name__}:missing", ":f", ".a:f",
+                                    "os:sep", "time:sleep"])
 def test_a_function_that_is_not_there_is_refused(target: str) -> None:
     with pytest.raises(ValueError, match="expected a module and a function that can be imported"):
         load_target({"function": target})

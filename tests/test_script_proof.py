@@ -171,7 +171,41 @@ def test_a_script_that_hangs_is_ended():
     command = [sys.executable, "-c", "import time; time.sleep(600)", "{dir}"]
     started = time.monotonic()
     proof = prove_script(command, checkpoints="*", timeout=1.0, trace=False, progress_bar=False)
-    assert proof.verdict == "ERROR" and "did not end" in proof.reason and time.monotonic() - started < 60
+    assert proof.verdict == "ERROR" and "did not end within 1 s" in proof.reason
+    assert time.monotonic() - started < 60
+    assert proof.table() == str(proof)  # no head of a table over no row
+
+
+def test_a_script_that_writes_elsewhere_is_told_so(tmp_path):
+    command = [sys.executable, "-c", f"open({str(tmp_path / 'ckpt.json')!r}, 'w').write('{{}}')", "{dir}"]
+    proof = prove_script(command, checkpoints="ckpt.json", trace=False, progress_bar=False)
+    assert proof.verdict == "NOT_EXERCISED"
+    assert "the run's folder, which holds nothing; the command wrote elsewhere" in proof.reason
+
+
+CLIPS = """\
+import json, os, sys
+path = os.path.join(sys.argv[1], "ckpt.json")
+state = {"step": 0, "model": {"weight": [1.0, 2.0]}, "clip": 1.0}
+if os.path.exists(path):
+    state = {**json.load(open(path)), "clip": 1.0}  # the bug
+while state["step"] < 4:
+    state["model"]["weight"] = [w - 0.1 * state["clip"] * (w - 3.0) for w in state["model"]["weight"]]
+    state["clip"] *= 0.5
+    state["step"] += 1
+    with open(path + ".tmp", "w") as file:
+        json.dump(state, file)
+    os.replace(path + ".tmp", path)
+"""
+
+
+@needs_strace
+def test_a_number_that_a_script_keeps_for_itself_is_named_with_both_its_values():
+    proof = prove_script([sys.executable, "-c", CLIPS, "{dir}"], checkpoints="ckpt.json", only=["checkpoint-2"],
+                         progress_bar=False)
+    assert proof.verdict == "DIVERGENT"
+    told = {suspect.name: suspect.reason for suspect in proof.worst.diagnosis.suspects}
+    assert "clip is 0.5 where the direct run has 0.125" in told["clip"]
 
 
 @needs_strace
@@ -401,6 +435,8 @@ def test_a_printed_command_kills_the_same_run_at_the_same_place_again(bug, wishe
 
 @pytest.mark.parametrize(("wishes", "told"), [
     ({"kills": ["nowhere"]}, "kills: expected some of"), ({"checkpoints": ""}, "checkpoints: expected globs"),
+    ({"checkpoints": ["/elsewhere/*.pt"]}, "which .dir. names, got /elsewhere/"),
+    ({"checkpoints": "../*.pt"}, "which .dir. names, got [.][.]/"),
     ({"steps": 3}, "expected both or none"), ({"chain": 0}, "at least 1"),
     ({"steps": 0, "steps_flag": "--steps"}, "at least 1")])
 def test_impossible_wishes_are_refused_before_anything_runs(wishes, told):
