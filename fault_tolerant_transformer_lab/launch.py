@@ -492,7 +492,7 @@ def launch(
         raise ConfigError(f"nproc: expected 1 or more ranks, got {n}")
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=n, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
                           run_id=f"{LAUNCHED}{os.getpid()}", max_restarts=max_restarts, monitor_interval=0.1)
-    with _threads_for(n), _quiet("torch.distributed"), _signals_kept():
+    with _environment_for(n), _quiet("torch.distributed"), _signals_kept():
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -534,16 +534,18 @@ def _signals_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _threads_for(n: int) -> Iterator[None]:
-    "One thread a rank where nothing else was chosen, as torchrun does."
-    chosen = "OMP_NUM_THREADS" in os.environ or n == 1
-    if not chosen:
-        os.environ["OMP_NUM_THREADS"] = "1"
+def _environment_for(n: int) -> Iterator[None]:
+    """One thread a rank, as torchrun does; no warning of torch with a page of C++ frames; what is chosen stays.
+
+    A rank whose launcher is killed would print such a page for each look into the store that is gone with it."""
+    wanted = ({"OMP_NUM_THREADS": "1"} if n > 1 else {}) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        if not chosen:
-            del os.environ["OMP_NUM_THREADS"]
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager

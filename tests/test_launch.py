@@ -332,3 +332,23 @@ def test_a_rank_that_hangs_in_a_save_ends_the_attempt_within_the_time_of_the_gro
         launch(["-c", STOPPED, str(tmp_path / "run")], 2)
     assert time.monotonic() - begun < 900  # the group's own patience was half an hour
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(("n", "chosen", "expected"), [
+    (2, {}, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}),
+    (1, {}, {"OMP_NUM_THREADS": None, "TORCH_CPP_LOG_LEVEL": "ERROR"}),
+    (2, {"OMP_NUM_THREADS": "3", "TORCH_CPP_LOG_LEVEL": "INFO"},
+     {"OMP_NUM_THREADS": "3", "TORCH_CPP_LOG_LEVEL": "INFO"}),
+])
+def test_ranks_get_a_thread_each_and_no_pages_of_frames_unless_chosen_otherwise(
+        monkeypatch, tmp_path, n, chosen, expected):
+    for name in expected:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
+    launch(["-c", program, f"{tmp_path}/"], n)
+    for rank in range(n):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert {name: found.get(name) for name in expected} == expected
+    assert {name: os.environ[name] for name in expected if name in os.environ} == chosen
