@@ -833,11 +833,13 @@ def _nothing(source: Generations, step: int | None, skipped: list[tuple[Path, st
         steps = ", ".join(str(g.step) for g in source.generations()) or "none"
         return NoCheckpointError(f"{here}/ holds no checkpoint of step {step}; it holds: {steps}", empty=False)
     aside = [(source.directory / n, "set aside earlier") for n in source.names() if _SET_ASIDE.fullmatch(n)]
-    reasons = skipped or aside
+    of_ranks = [(source.directory / n, "several ranks wrote it") for n in source.names() if _OF_RANKS.fullmatch(n)]
+    reasons = (skipped or aside) + of_ranks
     listed = "; ".join(f"{path.name}: {reason}" for path, reason in reasons)
+    remedy = "put a sound copy back" if skipped or aside else "go on with as many ranks in the same mode"
     return NoCheckpointError(
-        f"{here}/ holds checkpoints and none can be used ({listed}); put a sound copy back, or start over in another "
-        "directory: nothing is started over silently", empty=False, reasons=reasons,
+        f"{here}/ holds checkpoints and none can be used ({listed}); {remedy}, or start over in another directory: "
+        "nothing is started over silently", empty=False, reasons=reasons,
     )
 
 # %% ../nbs/05_publication.ipynb #cell-107

@@ -769,6 +769,18 @@ def test_nothing_there_and_nothing_usable_are_told_apart(directory):
     assert not caught.value.empty and not store.is_empty()
 
 
+def test_a_folder_that_several_ranks_wrote_is_named_with_what_to_do(directory):
+    store = CheckpointStore(directory)
+    (directory / "step-00000008").mkdir(parents=True)
+    with pytest.raises(NoCheckpointError, match="step-00000008: several ranks wrote it.*as many ranks") as caught:
+        store.restore(a_run(0))
+    assert not caught.value.empty and caught.value.reasons == ((directory / "step-00000008", "several ranks wrote it"),)
+    store_with(directory, 1)
+    (directory / generation_name(1)).write_bytes(b"")
+    with pytest.raises(NoCheckpointError, match="several ranks wrote it.*put a sound copy back"):
+        store.restore(a_run(0))
+
+
 def test_a_lone_temporary_and_the_lock_are_no_checkpoint(directory):
     store_with(directory)
     (directory / f".{generation_name(4)}.tmp").write_bytes(b"half")
