@@ -1298,7 +1298,7 @@ class RankStore(_Publishing):
             except CheckpointCorruptError as error:
                 if step is not None:
                     raise
-                skipped.append((self.directory / name, str(error)))
+                skipped.append((self.directory / name, str(error).replace(f"{name}: ", "", 1)))
                 continue
             aside = [path.name for path, _ in skipped]
             later = [n for s, n in listed if step is not None and s > found]
