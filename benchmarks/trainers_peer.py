@@ -25,13 +25,22 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "trainers_peer.json"
 PEER = os.environ.get("CKPT_CHAOS") or shutil.which("ckpt-chaos")
 EXAMPLES, LOOP = ROOT / "examples" / "trainers", ROOT / "tests" / "trainers" / "numpy_loop.py"
-WEIGHTS = ("import hashlib, sys, torch; state = torch.load(sys.argv[1], weights_only=True)['state_dict']; "
-           "print(hashlib.sha256(b''.join(w.numpy().tobytes() for w in state.values())).hexdigest())")
+
+
+
+def weights(key: str, path: str) -> list[str]:
+    "Have the peer compare the weights in a torch file alone."
+    code = (f"import hashlib, sys, torch; state = torch.load(sys.argv[1], weights_only=True)['{key}']; "
+            "print(hashlib.sha256(b''.join(w.numpy().tobytes() for w in state.values())).hexdigest())")
+    return ["--result-cmd", f'{sys.executable} -c "{code}" {{out}}/{path}']
+
+
 TRAINERS = {  # script, and what the peer is to compare
-    "plain loop": ("plain_loop.py", ["--result-file", "{out}/ckpt.pt"]),
-    "plain loop, flawed": ("plain_loop_flawed.py", ["--result-file", "{out}/ckpt.pt"]),
+    "plain loop, its file": ("plain_loop.py", ["--result-file", "{out}/ckpt.pt"]),
+    "plain loop": ("plain_loop.py", weights("model", "ckpt.pt")),
+    "plain loop, flawed": ("plain_loop_flawed.py", weights("model", "ckpt.pt")),
     "Hugging Face Trainer": ("hf_trainer.py", ["--result-file", "{out}/checkpoint-6/model.safetensors"]),
-    "Lightning": ("lightning_trainer.py", ["--result-cmd", f'{sys.executable} -c "{WEIGHTS}" {{out}}/step=6.ckpt']),
+    "Lightning": ("lightning_trainer.py", weights("state_dict", "step=6.ckpt")),
 }
 FAULTS = ("generator not restored", "momentum not restored", "schedule off by one", "position not restored")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

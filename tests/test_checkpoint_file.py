@@ -607,7 +607,7 @@ def test_staging_waits_for_a_slow_digest(tmp_path, monkeypatch):
     assert verify(tmp_path / "a").tensors.keys() == {"t"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_tensors_pass_through_staging(tmp_path):
     tensors = {"big": torch.randn(3_000_001, device="cuda"), "strided": torch.randn(1500, 2100, device="cuda").t(),
                "half": torch.randn(77, device="cuda").bfloat16()}

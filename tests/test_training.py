@@ -347,7 +347,7 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(tmp_path):
         run(TINY, tmp_path / "cuda", device="cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_resumes_exactly_and_is_not_continued_on_the_cpu_by_accident(tmp_path):
     config = TINY.replace(ema_decay=0.9, eval_every=2, precision="bf16")
     direct = run(config, tmp_path / "direct", device="cuda")

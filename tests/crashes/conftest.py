@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in items:
         if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="long version not run: give --long or FTTL_LONG=1"))
+            item.add_marker(pytest.mark.skip(reason="long version not run: give FTTL_LONG=1"))
 
 
 @pytest.fixture(autouse=True)
