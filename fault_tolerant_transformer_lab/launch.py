@@ -849,8 +849,13 @@ class _OwnTrainer:
     steps: int
     save_every: int
 
-    def attempt(self, folder: Path, place: Place | None = None, without: str = "",
-                stop_after: int | None = None) -> Callable[[Ranks], Any]:
+    def attempt(
+        self,
+        folder: Path,  # of the checkpoints
+        place: Place | None = None,  # to be killed at
+        without: str = "",  # a participant that is lost at the resume
+        stop_after: int | None = None,  # a step; None goes on to the end
+    ) -> Callable[[Ranks], Any]:
         "A function for `run_ranks`."
         def _run(ranks: Ranks) -> Any:
             counted, kill = [0], _assassin(place, ranks.rank)
@@ -900,7 +905,14 @@ class _OwnTrainer:
             hook.remove()
         reached("after_update", step)
 
-    def cell(self, size: int, chain: Sequence[Place], folder: Path, expected: str, timeout_s: float) -> MatrixCell:
+    def cell(
+        self,
+        size: int,  # ranks
+        chain: Sequence[Place],  # one kill for each process
+        folder: Path,  # of the checkpoints
+        expected: str,  # state digest of the run that nobody touched
+        timeout_s: float,  # of each process
+    ) -> MatrixCell:
         "One chain of kills, and the run that goes on to the end."
         struck = True
         for place in chain:
@@ -917,7 +929,14 @@ class _OwnTrainer:
         problem = failed[0].error if failed else "" if equal else "other bits"
         return MatrixCell("own", size, tuple(map(str, chain)), struck, (found.get("resumed_from"),), equal, problem)
 
-    def same_without(self, part: str, size: int, folder: Path, expected: str, timeout_s: float) -> bool:
+    def same_without(
+        self,
+        part: str,  # the participant that is lost
+        size: int,  # ranks
+        folder: Path,  # of the checkpoints
+        expected: str,  # state digest of the run that nobody touched
+        timeout_s: float,  # of each process
+    ) -> bool:
         "Whether a run that lost a participant at its first checkpoint ends with the same bits all the same."
         run_ranks(self.attempt(folder, stop_after=self.save_every), size, timeout_s=timeout_s)
         outcomes = run_ranks(self.attempt(folder, without=part), size, timeout_s=timeout_s, check=False)
