@@ -538,7 +538,11 @@ class ShardReader(StorageReader):
                                          f"shape {chunk.sizes}, found another; use another generation", chunk.name)
         return _box(stored.load(), item.storage_offsets, item.lengths)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(
+        self,
+        plan: LoadPlan,  # the pieces that this rank reads or writes
+        planner: LoadPlanner,  # torch's, which gives or takes each piece
+    ) -> Future[None]:
         "Fill the planner's tensors; every byte of the files that are read is verified first."
         needed = {self._file_of(item) for item in plan.items}
         with open_shards(self.folder, self.manifest, needed) as shards:
@@ -554,25 +558,43 @@ class ShardReader(StorageReader):
         offsets = tuple(item.storage_index.offset or ())
         return next(c.file for c in self.manifest.tensors[item.storage_index.fqn].chunks if c.offsets == offsets)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(
+        self,
+        checkpoint_id: str | os.PathLike | None = None,  # not used
+    ) -> None:
         "Turn to another generation."
         if checkpoint_id is not None:
             self.folder = Path(checkpoint_id)
             self.manifest = read_generation(self.folder)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,  # the plan of all tensors
+        is_coordinator: bool,  # whether this is rank 0
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         "Nothing has to be set up."
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(
+        self,
+        plan: LoadPlan,  # the pieces that this rank reads or writes
+    ) -> LoadPlan:
         "The plan is taken as it is."
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(
+        self,
+        plans: list[LoadPlan],  # every rank's
+    ) -> list[LoadPlan]:
         "The plans are taken as they are."
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(
+        cls,
+        checkpoint_id: str | os.PathLike,  # not used
+    ) -> bool:
         "Whether a name is that of a generation."
         return (Path(checkpoint_id) / INDEX).is_file()
 
@@ -873,11 +895,17 @@ class ShardWriter(StorageWriter):
             self.error = error
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(
+        self,
+        plan: SavePlan,  # the pieces that this rank reads or writes
+    ) -> SavePlan:
         "Add a digest of what every rank must have alike."
         return dataclasses.replace(plan, storage_data=self.state.shared_digest())
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(
+        self,
+        plans: list[SavePlan],  # every rank's
+    ) -> list[SavePlan]:
         "Compare the ranks' shared state; make the directory, before any rank learns that it may write."
         other = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
         with self._told():
@@ -887,7 +915,11 @@ class ShardWriter(StorageWriter):
             self.begin()
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self,
+        plan: SavePlan,  # the pieces that this rank reads or writes
+        planner: SavePlanner,  # torch's, which gives or takes each piece
+    ) -> Future[list[WriteResult]]:
         "Write, sync and close this rank's file, and sync its name."
         done: Future[list[WriteResult]] = Future()
         with self._told():
@@ -919,7 +951,11 @@ class ShardWriter(StorageWriter):
                  "own_digest": _own_digest(manifest)}
         return [*results, WriteResult(MetadataIndex(""), manifest.n_bytes, facts)]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(
+        self,
+        metadata: Metadata,  # the plan of all tensors
+        results: list[list[WriteResult]],  # what each rank wrote
+    ) -> None:
         "On the coordinator: write the plan, and publish."
         snapshot = self.state.snapshot
         files = tuple(ShardFile(**of_rank[-1].storage_data) for of_rank in results)
@@ -935,14 +971,25 @@ class ShardWriter(StorageWriter):
                 snapshot.description, snapshot.identity, snapshot.environment, snapshot.lineage,
                 tree=self.state.common, tensors=tensors, files=files))
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(
+        self,
+        checkpoint_id: str | os.PathLike | None = None,  # not used
+    ) -> None:
         "A writer writes one generation."
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # whether this is rank 0
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         "Nothing has to be set up."
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(
+        cls,
+        checkpoint_id: str | os.PathLike,  # not used
+    ) -> bool:
         "Names are chosen by `RankStore`."
         return False
 
@@ -973,7 +1020,10 @@ class _Captured:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
 
-    def capture(self, step: int | None = None) -> Snapshot:
+    def capture(
+        self,
+        step: int | None = None,  # not used: the snapshot has its own
+    ) -> Snapshot:
         "The snapshot."
         return self.snapshot
 
@@ -1741,14 +1791,20 @@ class _Building:
         self.under_way: set[int] = set()
         self.n_bytes: float = sum(entry.file_size for entry in archive.infolist())
 
-    def member(self, name: str) -> bytes:
+    def member(
+        self,
+        name: str,  # of a file in the archive, below its prefix
+    ) -> bytes:
         "A stored member; a compressed one could be endless."
         entry = self.archive.getinfo(self.prefix + name)
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{entry.filename} is compressed")
         return self.archive.read(entry)
 
-    def build(self, node: Any) -> Any:
+    def build(
+        self,
+        node: Any,  # a node of the pickle, as it was parsed
+    ) -> Any:
         "One value."
         return self._built(node)[0]
 
