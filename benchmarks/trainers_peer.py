@@ -27,7 +27,6 @@ PEER = os.environ.get("CKPT_CHAOS") or shutil.which("ckpt-chaos")
 EXAMPLES, LOOP = ROOT / "examples" / "trainers", ROOT / "tests" / "trainers" / "numpy_loop.py"
 
 
-
 def weights(key: str, path: str) -> list[str]:
     "Have the peer compare the weights in a torch file alone."
     code = (f"import hashlib, sys, torch; state = torch.load(sys.argv[1], weights_only=True)['{key}']; "

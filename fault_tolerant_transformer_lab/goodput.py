@@ -557,6 +557,14 @@ def _doubts(account: Account, prior: float | None) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _with_doubts(costs: Costs, account: Account, mtbf: float | None, prior: float, step_seconds: float | None,
+                 interval: float | None) -> Plan:
+    "Plan with the time between failures that is known, or that a ledger lets expect, and say what speaks against it."
+    made = plan(costs, estimated_mtbf(account, prior=prior) if mtbf is None else mtbf, step_seconds=step_seconds,
+                interval=interval)
+    return replace(made, notes=made.notes + _doubts(account, prior if mtbf is None else None))
+
+
 def plan_of_account(
     account: Account,  # of a run with steps and at least one save
     *,
@@ -567,9 +575,7 @@ def plan_of_account(
 ) -> Plan:  # as `plan`
     "Plan with what a run measured about itself."
     costs = costs_of_account(account, commit_delay=commit_delay)
-    made = plan(costs, estimated_mtbf(account, prior=prior_mtbf) if mtbf is None else mtbf,
-                step_seconds=step_seconds_of(account), interval=interval)
-    return replace(made, notes=made.notes + _doubts(account, prior_mtbf if mtbf is None else None))
+    return _with_doubts(costs, account, mtbf, prior_mtbf, step_seconds_of(account), interval)
 
 # %% ../nbs/12_goodput.ipynb #cell-091
 ACCELERATOR_MTBF = 54 * 86_400 * 16_384 / 419  # seconds; Llama 3 (arXiv 2407.21783): 419 of 16,384 GPUs in 54 days
@@ -622,14 +628,11 @@ def plan_from(
         require_number("accelerators", accelerators, least=1, remedy="give a count")
         require_number("accelerator_mtbf", accelerator_mtbf, above=0.0, remedy="give the seconds between its failures")
         mtbf = accelerator_mtbf / accelerators
-    if mtbf is None and account is None:
-        raise PlanError("mtbf: expected the seconds between failures, got nothing to know them from; give them, or the "
-                        "number of accelerators, or a run's folder")
-    estimated = mtbf is None
-    if mtbf is None:
-        mtbf = estimated_mtbf(account or Account(()), prior=prior_mtbf)
-    if step_seconds is None and account is not None and account.attempts:
+    if account is None:
+        if mtbf is None:
+            raise PlanError("mtbf: expected the seconds between failures, got nothing to know them from; give them, or "
+                            "the number of accelerators, or a run's folder")
+        return plan(costs, mtbf, step_seconds=step_seconds, interval=interval)
+    if step_seconds is None and account.attempts:
         step_seconds = step_seconds_of(account)
-    made = plan(costs, mtbf, step_seconds=step_seconds, interval=interval)
-    doubts = () if account is None else _doubts(account, prior_mtbf if estimated else None)
-    return replace(made, notes=made.notes + doubts)
+    return _with_doubts(costs, account, mtbf, prior_mtbf, step_seconds, interval)

@@ -560,7 +560,7 @@ class ShardReader(StorageReader):
 
     def reset(
         self,
-        checkpoint_id: str | os.PathLike | None = None,  # not used
+        checkpoint_id: str | os.PathLike | None = None,  # the folder of that generation; None stays with this one
     ) -> None:
         "Turn to another generation."
         if checkpoint_id is not None:
@@ -593,7 +593,7 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(
         cls,
-        checkpoint_id: str | os.PathLike,  # not used
+        checkpoint_id: str | os.PathLike,  # a path
     ) -> bool:
         "Whether a name is that of a generation."
         return (Path(checkpoint_id) / INDEX).is_file()

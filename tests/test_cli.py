@@ -642,10 +642,7 @@ def test_a_proof_that_finds_no_equivalence_is_status_1(tmp_path: Path) -> None:
     assert proof["verdict"] == "ERROR" and "finite" in json.dumps(proof)
 
 
-long = pytest.mark.skipif(os.environ.get("FTTL_LONG") != "1", reason="long version not run: give FTTL_LONG=1")
-
-
-@pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=long)])  # the second as the file has it: six minutes
+@pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=pytest.mark.long)])  # 8 as in the file
 def test_the_full_state_experiment_is_proven_and_misses_whatever_is_left_out(tmp_path: Path, batch_size: int) -> None:
     "Dropout, accumulation, warm-up and cosine, clipping, an average, bf16 and evaluation at once."
     config = json.loads((PACKAGE / "configs" / "pydoc-full-state.json").read_text())

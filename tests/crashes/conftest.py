@@ -1,4 +1,4 @@
-"""Options of the crash tests: `--long` (or FTTL_LONG=1) runs the versions that take many minutes."""
+"""What the crash tests share."""
 
 import os
 import tempfile
@@ -6,22 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-
-def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", default=False, help="run the long crash tests as well")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "long: takes many minutes; runs with --long or FTTL_LONG=1")
-
-
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--long", default=False) or os.environ.get("FTTL_LONG") == "1":
-        return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="long version not run: give FTTL_LONG=1"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ run with FTTL_LONG=1. What `benchmarks/trainers.py` found of all of them is comm
 import configparser
 import difflib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,7 +19,6 @@ from fault_tolerant_transformer_lab.script_proof import prove_script
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "trainers"
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "trainers.json").read_text())
-long = pytest.mark.skipif(os.environ.get("FTTL_LONG") != "1", reason="long version not run: give FTTL_LONG=1")
 needs_strace = pytest.mark.skipif(bool(script_proof._no_strace()), reason=script_proof._no_strace() or "none")
 
 
@@ -42,7 +40,7 @@ def test_a_plain_loop_is_killed_and_started_again(script, verdict):
     assert [finding.kind for finding in proof.findings] == flaws
 
 
-@long
+@pytest.mark.long
 @needs_strace
 @pytest.mark.parametrize(("script", "checkpoints", "package", "verdict"), [
     ("hf_trainer.py", "checkpoint-*", "transformers", "EQUIVALENT"),
