@@ -79,6 +79,14 @@ def test_every_link_of_a_notebook_leads_somewhere(name):
             assert section in map(slug, headings_of(text_of(path.stem))), f"{name}: {target}"
 
 
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+def test_what_one_cell_prints_is_stored_in_one_piece(name):
+    for number, cell in enumerate(NOTEBOOKS[name].cells):  # a kernel divides it wherever it happened to send
+        streams = [output.get("name") for output in cell.get("outputs", [])]
+        divided = [a for a, b in zip(streams, streams[1:], strict=False) if a == b == "stdout"]
+        assert not divided, f"cell {number}: put the pieces of its standard output together"
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_every_link_of_a_document_leads_somewhere(document):
     for target in links_of((ROOT / document).read_text()):
