@@ -92,8 +92,10 @@ def test_a_page_loads_whole_and_fits(name: str, page: Any, address: str) -> None
     assert page.locator("h1").count() == 1 or name == "search"
     plots = sum("image/png" in output.get("data", {}) for cell in notebook(name)["cells"]
                 for output in cell.get("outputs", []))
-    sizes = page.evaluate("[...document.querySelectorAll('.cell_output img')].map(i => [i.naturalWidth, i.alt])")
-    assert len(sizes) == plots and all(width > 0 and alt not in {"", "Plot"} for width, alt in sizes), sizes
+    sizes = page.evaluate("[...document.querySelectorAll('.cell_output img')].map(i => "
+                          "[Number(i.getAttribute('width')) || i.naturalWidth, i.width, i.alt])")
+    assert len(sizes) == plots and all(width > 0 and alt not in {"", "Plot"} for width, _, alt in sizes), sizes
+    assert all(shown >= min(width, 600) for width, shown, _ in sizes), "a plot whose words are too small to read"
     formulas = any(re.search(r"\$[^$\n]+\$", "".join(cell["source"])) for cell in notebook(name)["cells"]
                    if cell["cell_type"] == "markdown")
     assert (page.locator("math").count() > 0) == formulas
