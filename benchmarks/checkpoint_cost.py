@@ -35,6 +35,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from arguments import at_least, chosen_from, folder, record
 from blake3 import blake3
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -601,20 +602,21 @@ def for_planning(found: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=1500, help="size of the state in millions of bytes")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
-    parser.add_argument("--only", default="save,blocking,restore,headers", help="parts, separated by commas, or all")
-    parser.add_argument("--max-mb", type=int, default=4000, help="growth: largest state")
-    parser.add_argument("--max-tensors", type=int, default=100_000, help="growth: most tensors")
-    parser.add_argument("--directory", type=Path, default=None, help="where to write; default temporary")
-    parser.add_argument("--output", type=Path, default=RESULTS / "checkpoint_cost.json", help="JSON; parts are merged")
+    parser.add_argument("--mb", type=at_least(1), default=1500, help="size of the state in millions of bytes")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="rounds that count")
+    parser.add_argument("--only", type=chosen_from(ALL), default="save,blocking,restore,headers",
+                        help="parts, separated by commas, or all")
+    parser.add_argument("--max-mb", type=at_least(0), default=4000, help="growth: largest state")
+    parser.add_argument("--max-tensors", type=at_least(0), default=100_000, help="growth: most tensors")
+    parser.add_argument("--directory", type=folder, default=None, help="where to write; default temporary")
+    parser.add_argument("--output", type=record, default=RESULTS / "checkpoint_cost.json",
+                        help="JSON; parts are merged")
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure, print tables, write JSON."""
     given = arguments()
-    parts = sorted((ALL if given.only == "all" else given.only).split(","), key=ALL.split(",").index)
     warnings.filterwarnings("ignore", module="torch.distributed")
     found = json.loads(given.output.read_text()) if given.output.exists() else {}
     state = State(given.mb * 1_000_000)
@@ -625,7 +627,7 @@ def main() -> None:
              "python": platform.python_version()}
     measures = {"save": measure_save, "blocking": measure_blocking, "restore": measure_restore,
                 "headers": measure_headers, "ways": measure_ways}
-    for part in parts:
+    for part in given.only:
         with tempfile.TemporaryDirectory(dir=given.directory) as name:
             if part == "growth":
                 del state

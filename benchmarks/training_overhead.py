@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from arguments import at_least, folder, record
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import functional as F
@@ -331,18 +332,22 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of the saves")
-    parser.add_argument("--loop-rounds", type=int, default=9, help="rounds of the loop without saves")
-    parser.add_argument("--steps", type=int, default=40, help="steps in a window, about")
-    parser.add_argument("--every", type=int, nargs="+", default=[1, 10, 100], help="steps between saves")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default as many as torch would use")
-    parser.add_argument("--batch-size", type=int, default=LARGE.batch_size, help="sequences of 128 tokens in a step")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds of the saves")
+    parser.add_argument("--loop-rounds", type=at_least(1), default=9, help="rounds of the loop without saves")
+    parser.add_argument("--steps", type=at_least(1), default=40, help="steps in a window, about")
+    parser.add_argument("--every", type=at_least(1), nargs="+", default=[1, 10, 100], help="steps between saves")
+    parser.add_argument("--threads", type=at_least(1), default=None,
+                        help="CPU threads; default as many as torch would use")
+    parser.add_argument("--batch-size", type=at_least(1), default=LARGE.batch_size,
+                        help="sequences of 128 tokens in a step")
     parser.add_argument("--pieces", action="store_true", help="anew only what a step of the small size is spent on")
     parser.add_argument("--add", action="store_true", help="only saves at --every, beside those that the file has")
     parser.add_argument("--quick", action="store_true", help="a small model in place of the one of 10M parameters")
-    parser.add_argument("--directory", type=Path, default=None, help="where to write; default temporary")
-    parser.add_argument("--output", type=Path, default=RESULTS / "training_overhead.json", help="JSON file")
+    parser.add_argument("--directory", type=folder, default=None, help="where to write; default temporary")
+    parser.add_argument("--output", type=record, default=RESULTS / "training_overhead.json", help="JSON file")
     arguments = parser.parse_args()
+    if (arguments.pieces or arguments.add) and not arguments.output.exists():
+        parser.error("--pieces and --add renew a part of the record at --output, and there is none: measure all first")
     config = (QUICK if arguments.quick else LARGE).replace(batch_size=arguments.batch_size)
     with deterministic(threads=arguments.threads), tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory, run = Path(name), TrainingRun(config)

@@ -1,5 +1,6 @@
 """What the benchmarks left on record: it is whole, and within the bars that it names. Nothing is timed here."""
 
+import importlib
 import itertools
 import json
 import statistics
@@ -95,6 +96,35 @@ def test_the_benchmark_of_costs_runs_at_any_size_and_keeps_other_parts(tmp_path)
     assert {name for part in RATIOS for *names, _ in RATIOS[part] for name in names} <= {
         name for part in RATIOS for name in found[part]["rows"]}
     assert done.stdout.count("bar ") == sum(len(found[part]["bars"]) for part in RATIOS) == 8
+
+
+@pytest.mark.parametrize(("program", "given"), [
+    ("checkpoint_cost", ["--mb", "0"]), ("checkpoint_cost", ["--mb", "-5"]), ("checkpoint_cost", ["--rounds", "0"]),
+    ("checkpoint_cost", ["--only", "everything"]), ("checkpoint_cost", ["--only", ""]),
+    ("checkpoint_cost", ["--max-mb", "-1"]), ("checkpoint_cost", ["--max-tensors", "1e5"]),
+    *[(program, [*only, option, name]) for program, only in (
+        ("checkpoint_cost", ["--mb", "1"]), ("training_overhead", ["--quick"]))
+      for option, name in (("--directory", "none"), ("--directory", "text"), ("--output", "text"), ("--output", "list"),
+                           ("--output", "."), ("--output", ""), ("--output", "link"))],
+    *[("training_overhead", ["--quick", option, wrong]) for option in (
+        "--rounds", "--loop-rounds", "--steps", "--every", "--threads", "--batch-size") for wrong in ("0", "-1", "x")],
+    ("training_overhead", ["--pieces", "--output", "none"]), ("training_overhead", ["--add", "--output", "none"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else value)
+def test_an_argument_that_no_benchmark_can_use_is_refused_before_anything_is_measured(
+        program, given, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "list").write_text("[]")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    benchmark = importlib.import_module(program)
+    monkeypatch.setattr(sys, "argv", [program, *given])
+    with pytest.raises(SystemExit) as refused:
+        benchmark.main()
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert refused.value.code == 2 and given[-2] in said
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_the_recorded_matrix_is_the_full_one_and_every_cell_is_equal():
