@@ -44,7 +44,7 @@ from fault_tolerant_transformer_lab.config import (
     parse_json_object,
     shown,
 )
-from .contract import Contract, RandomGenerators, Snapshot
+from .contract import Contract, RandomGenerators, Snapshot, memory_address
 from .data import keyed_bytes
 from .model import Transformer, n_parameters
 from .publication import CheckpointStore, place_of, write_atomically
@@ -123,7 +123,8 @@ class LoraLinear(nn.Linear):
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Parameter(drawn.to(base.weight))
         self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
-        self._kept: tuple[Tensor, ...] = ()  # while merged: the base's weight, and A and B as they went into the sum
+        self._kept: tuple[Tensor, ...] = ()  # while merged: the base's weight, and A and B as they went into the sum,
+        self._kept_alpha = alpha  # and the alpha
 
     @property
     def merged(self) -> bool:
@@ -141,7 +142,7 @@ class LoraLinear(nn.Linear):
         if self.training and torch.is_grad_enabled():
             raise LoraError("expected adapters that stand apart for training, got merged ones, which no gradient "
                             "reaches; call unmerge(model), or model.eval() to use it as it is")
-        if not all(map(_same_bits, self._kept[1:], (self.lora_A, self.lora_B))):
+        if self.alpha != self._kept_alpha or not all(map(_same_bits, self._kept[1:], (self.lora_A, self.lora_B))):
             raise LoraError("expected the adapters that were merged, got others: they were changed since; call "
                             "unmerge(model) and merge(model) again")
         return _without_gradient(y, self.lora_A, self.lora_B)
@@ -306,7 +307,7 @@ def _merge_layer(layer: LoraLinear) -> None:
     "Put base plus adapter in the place of the weight, and keep the base aside."
     kept = tuple(tensor.detach().clone() for tensor in (layer.weight, layer.lora_A, layer.lora_B))
     layer.weight.copy_(_merged_weight(layer))
-    layer._kept = kept
+    layer._kept, layer._kept_alpha = kept, layer.alpha
 
 
 @torch.no_grad()
@@ -351,17 +352,28 @@ def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     raise LoraError("expected a model with adapters, got one without; call adapt(model, config, seed=...) first")
 
 
+def _memory(tensor: Tensor) -> tuple[torch.device, range]:
+    "Where the bytes of a tensor lie, from its first element to its last; nowhere where torch does not tell."
+    begin = memory_address(tensor)
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)) if begin else -1
+    return tensor.device, range(begin, begin + (last + 1) * tensor.itemsize)
+
+
 def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, after each has been found to have a weight of its own."
     layers = _adapted(model)
     _require_apart(layers, "to be merged")
-    places: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    everywhere = [(name, tensor, *_memory(tensor)) for name, tensor in named]
     for layer in layers.values():
-        if len(tied := places[id(layer.weight)]) > 1:
-            raise LoraError(f"{tied[0]} and {tied[1]} are one tensor: expected a weight of the adapted layer alone, "
-                            "since merging would change the other too; untie them first")
+        here, part = _memory(layer.weight)
+        tied = [(name, tensor) for name, tensor, there, other in everywhere if tensor is layer.weight
+                or (there == here and other.start < part.stop and part.start < other.stop)]
+        if len(tied) > 1:
+            (first, one), (second, two) = tied[:2]
+            raise LoraError(f"{first} and {second} {'are one tensor' if one is two else 'lie in one memory'}: expected "
+                            "a weight of the adapted layer alone, since merging would change the other too; untie "
+                            "them first")
     return layers
 
 # %% ../nbs/09_lora.ipynb #cell-041

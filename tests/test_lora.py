@@ -444,6 +444,7 @@ def test_nothing_is_loaded_into_a_merged_model():
     lambda layer: setattr(layer.lora_B, "data", layer.lora_B.data + 1),
     lambda layer: setattr(layer, "lora_A", nn.Parameter(torch.zeros_like(layer.lora_A))),
     lambda layer: layer.lora_A.detach().numpy().fill(0.5),
+    lambda layer: setattr(layer, "alpha", 2 * layer.alpha),
 ])
 def test_an_edit_that_no_counter_sees_is_noticed(edit):
     model, tokens = drawn(model_of_adapted()).eval(), torch.arange(8).reshape(1, 8)
@@ -452,6 +453,37 @@ def test_an_edit_that_no_counter_sees_is_noticed(edit):
     edit(model.blocks[0].attention.projection)
     with pytest.raises(LoraError, match="changed since"):
         model(tokens)
+
+
+def beside(other: str) -> nn.Module:
+    "Two linear layers whose weights are one, lie in one memory in some way, or beside one another in it."
+    memory, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(memory[:4])
+    if other == "a buffer":
+        model[1].register_buffer("shadow", memory[2:6])
+        return model
+    rest = {"itself": lambda: model[0].weight, "the same memory": lambda: nn.Parameter(memory[:4].t()),
+            "a part of it": lambda: nn.Parameter(memory[3:7]), "the rows after it": lambda: nn.Parameter(memory[4:])}
+    model[1].weight = rest[other]()
+    return model
+
+
+@pytest.mark.parametrize("other, told", [
+    ("itself", "0.weight and 1.weight are one tensor"), ("the same memory", "0.weight and 1.weight lie in one memory"),
+    ("a part of it", "0.weight and 1.weight lie in one memory"), ("the rows after it", ""),
+    ("a buffer", "0.weight and 1.shadow lie in one memory"),
+])
+def test_a_weight_in_the_memory_of_another_is_not_merged(other, told):
+    model = beside(other)
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    others = {name: tensor for name, tensor in bits(drawn(model)).items() if name.startswith("1.")}
+    for use in (merge, unmerge, merged_state):
+        if told and use is not unmerge:
+            with pytest.raises(LoraError, match=told):
+                use(model)
+        else:
+            use(model)
+    assert {name: tensor for name, tensor in bits(model).items() if name.startswith("1.")} == others
 
 
 def test_a_backward_pass_through_merged_adapters_is_refused_in_evaluation_mode_too():
