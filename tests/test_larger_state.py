@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -158,6 +159,32 @@ def test_a_used_run_goes_back_to_its_checkpoint_in_its_own_process(kind):
     expected = follow(run, kind.steps - kind.stop)
     run.contract.restore(saved)
     assert first_difference(expected, follow(run, kind.steps - kind.stop)) is None
+
+
+class NoisyRows(torch.utils.data.Dataset):
+    "The rows of an epoch with noise that torch's generator draws in whichever process prepares them."
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        inputs, targets, number = larger_state._EPOCH[row]
+        return inputs + torch.randn(6), targets, number
+
+
+@pytest.mark.parametrize(("workers", "own_sampler", "where"), [
+    (0, True, None), (2, False, Difference(7, "model.0.weight")), (2, True, Difference(7, "model.0.weight"))])
+def test_what_is_drawn_in_a_worker_is_not_resumed_and_caught(workers, own_sampler, where):
+    pytest.importorskip("torchdata.stateful_dataloader")
+    build = larger_state._stateful(workers, own_sampler, data=NoisyRows())
+    row = measure(Kind("drawn in a worker", build, stop=6, steps=10, resumes=False))
+    assert row.repeated is None and row.resumed == where and row.caught is (where is not None)
+
+
+def test_the_worker_seeds_of_the_next_epoch_are_lost_with_a_sampler_that_has_a_generator_of_its_own():
+    pytest.importorskip("torchdata.stateful_dataloader")
+    row = measure(Kind("", larger_state._stateful(2, True), stop=6, steps=10, resumes=False))
+    assert row.caught and row.resumed == Difference(9, "loader._snapshot._main_snapshot._base_seed")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STATEFUL_LOADERS if kind.resumes], ids=by_name)
@@ -431,6 +458,26 @@ def test_a_run_that_is_not_deterministic_is_no_proof():
 
     row = measure(Kind("remembers other runs", build, lost="optimizer"))
     assert row.resumed == Difference(6, "model.weight") and not row.proven
+
+
+@pytest.mark.parametrize("lost", ["rng", "nothing"])
+def test_a_run_that_is_another_one_each_time_is_not_caught(lost):
+    "A difference says something of a resume where a run without a stop is the same twice."
+    def build(at):
+        system, source = small_run()(at), random.SystemRandom()
+        bias, original = system.part("model").bias, system.advance
+
+        def advance():
+            with torch.no_grad():
+                bias.add_(torch.rand(()) if lost == "rng" else source.random())
+            return original()
+
+        system.advance = advance
+        return system
+
+    row = measure(Kind("draws", build, resumes=False))
+    assert row.resumed is not None and not row.proven
+    assert row.caught is (lost == "rng") is (row.repeated is None)
 
 
 @pytest.mark.parametrize("change", ["minus zero", "one bit", "type", "missing", "more"])
