@@ -15,6 +15,7 @@ import importlib
 import inspect
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,8 @@ def target_of(
     arguments = dict(make_run.keywords) if isinstance(make_run, functools.partial) else {}
     module, name = getattr(inner, "__module__", "?"), getattr(inner, "__qualname__", type(inner).__name__)
     positional = isinstance(make_run, functools.partial) and make_run.args
-    if "<" in name or "." in name or positional or not _is_plain(arguments):
+    there = callable(inner) and module != "__main__" and getattr(sys.modules.get(module), name, None) is inner
+    if not there or positional or not _is_plain(arguments):
         raise ValueError("make_run: expected a function at the top of an importable module, with keyword arguments "
                          f"that are plain JSON data where functools.partial fills some in, got {module}:{name}")
     return {"kind": "run", "function": f"{module}:{name}", "arguments": arguments}
@@ -164,33 +166,54 @@ def read_certificate(
     path: Path | str,  # of a file
 ) -> dict[str, Any]:
     "Read a certificate. Raises `CertificateError` where it is none, or anything in it was changed."
+    file = Path(path).name or str(path)
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CertificateError(f"{Path(path).name}: expected a certificate, a file of JSON ({error})") from error
+        raise CertificateError(f"{file}: expected a certificate, a file of JSON ({error})") from error
     kind = document.get("format") if isinstance(document, dict) else type(document).__name__
     if kind != FORMAT:
-        raise CertificateError(f"{Path(path).name}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got "
+        raise CertificateError(f"{file}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got "
                                f"{kind!r}")
     if document.get("schema_version") != SCHEMA_VERSION:
-        raise CertificateError(f"{Path(path).name}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got one of "
+        raise CertificateError(f"{file}: expected a {FORMAT} of schema version {SCHEMA_VERSION}, got one of "
                                f"{document.get('schema_version')!r}; check it with the version of this package that "
                                "wrote it")
     if absent := [name for name in ("asked", "target", "code", "verdict") if not document.get(name)]:
-        raise CertificateError(f"{Path(path).name}: expected {', '.join(absent)} too, found none; it is not complete")
+        raise CertificateError(f"{file}: expected {', '.join(absent)} too, found none; it is not complete")
     digests = document.get("digests")
     if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
-        raise CertificateError(f"{Path(path).name}: expected a list of the steps' digests, found none")
+        raise CertificateError(f"{file}: expected a list of the steps' digests, found none")
     if document.get("root") != root_of(digests):
-        raise CertificateError(f"{Path(path).name}: its root is not that of its digests, so it was changed after it "
+        raise CertificateError(f"{file}: its root is not that of its digests, so it was changed after it "
                                "was written; it proves nothing")
     if document.get("sha256") != _digest_of(document):
-        raise CertificateError(f"{Path(path).name}: it does not have the digest that it was written with, so it was "
+        raise CertificateError(f"{file}: it does not have the digest that it was written with, so it was "
                                "changed after it was written; it proves nothing")
     if wrong := _misshapen(document):
-        raise CertificateError(f"{Path(path).name}: expected {wrong}; check it with the version of this package that "
+        raise CertificateError(f"{file}: expected {wrong}; check it with the version of this package that "
                                "wrote it")
     return document
+
+# %% ../nbs/07b_certificate.ipynb #cell-025
+def _is_count(value: object) -> bool:
+    "Whether it is a whole number from 1 on."
+    return type(value) is int and value > 0
+
+
+def _are_words(value: object) -> bool:
+    "Whether it is a list of texts."
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+# What a proof was asked for, as the engine writes it down; never `jobs` or a folder, which are the checker's own.
+_ASKED: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("steps", "horizon", "resumes", "save_every", "threads"), _is_count),
+    **dict.fromkeys(("how", "points", "boundaries", "expendable"), _are_words),
+    **dict.fromkeys(("mode", "operations"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("knock_out", "in_process"), lambda value: isinstance(value, bool)),
+    "interrupt_at": lambda value: value in (None, "every") or isinstance(value, list) and all(map(_is_count, value)),
+}
 
 
 def _misshapen(document: Mapping[str, Any]) -> str:
@@ -206,12 +229,17 @@ def _misshapen(document: Mapping[str, Any]) -> str:
     parts |= {"asked": document["asked"], "code": document["code"], "environment": document.get("environment") or {}}
     if wrong := [name for name, part in parts.items() if not isinstance(part, dict)]:
         return f"{wrong[0]} to be an object, got {parts[wrong[0]]!r:.60}"
-    known = inspect.signature(prove_training if kind == "training" else prove_restart).parameters
+    prove = prove_training if kind == "training" else prove_restart
+    known = [name for name in inspect.signature(prove).parameters if name in _ASKED]
     if unknown := [name for name in document["asked"] if name not in known]:
-        return f"arguments of {'prove_training' if kind == 'training' else 'prove_restart'}, got {unknown[0]!r:.60}"
+        return f"arguments of {prove.__name__}, got {unknown[0]!r:.60}"
+    if kind == "run" and "steps" not in document["asked"]:
+        return "the argument steps of prove_restart, got none"
+    if wrong := [name for name, value in document["asked"].items() if not _ASKED[name](value)]:
+        return f"arguments as {prove.__name__} takes them, got {wrong[0]}={document['asked'][wrong[0]]!r:.60}"
     return ""
 
-# %% ../nbs/07b_certificate.ipynb #cell-030
+# %% ../nbs/07b_certificate.ipynb #cell-032
 @dataclass(frozen=True)
 class Checked:
     "What came of doing a certified proof again."
@@ -224,7 +252,7 @@ class Checked:
         head = "confirmed" if self.confirmed else "not confirmed"
         return "\n".join([f"{head}: {self.proof.verdict}", *(f"  {finding}" for finding in self.findings)])
 
-# %% ../nbs/07b_certificate.ipynb #cell-031
+# %% ../nbs/07b_certificate.ipynb #cell-033
 def check_certificate(
     path: Path | str,  # of a certificate
     *,
@@ -258,7 +286,7 @@ def _done_again(
     make_run = load_target(target)
     return prove_restart(make_run, jobs=jobs, progress_bar=progress_bar, **asked), code_identity(make_run)
 
-# %% ../nbs/07b_certificate.ipynb #cell-033
+# %% ../nbs/07b_certificate.ipynb #cell-035
 def _code_change(certified: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     "Say whether the run's file is another one."
     if certified.get("sha256") == now.get("sha256"):
@@ -295,7 +323,7 @@ def _other_bits(certified: Sequence[str], now: Sequence[str], other_machine: boo
     reason = "as other settings of the machine make it" if other_machine else same
     return f"bits: other ones from step {step} on, {reason}"
 
-# %% ../nbs/07b_certificate.ipynb #cell-041
+# %% ../nbs/07b_certificate.ipynb #cell-043
 PAYLOAD_TYPE = "application/vnd.fttl.restart-certificate+json"
 
 
@@ -324,7 +352,7 @@ def _key_id(serialization: Any, public_key: Any) -> str:
     raw = public_key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     return hashlib.sha256(raw).hexdigest()
 
-# %% ../nbs/07b_certificate.ipynb #cell-042
+# %% ../nbs/07b_certificate.ipynb #cell-044
 def sign_certificate(
     path: Path | str,  # of a certificate
     key: Path | str,  # file with an Ed25519 private key, PEM, PKCS #8, without a password
@@ -347,7 +375,7 @@ def sign_certificate(
     written.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     return written
 
-# %% ../nbs/07b_certificate.ipynb #cell-044
+# %% ../nbs/07b_certificate.ipynb #cell-046
 def verify_signature(
     path: Path | str,  # of a certificate, with its envelope beside it
     key: Path | str,  # file with the signer's Ed25519 public key, PEM

@@ -146,7 +146,7 @@ class Located:
     operation: str  # such as "aten.native_dropout.default"
     module: str  # that ran it, such as "model.2"; empty outside every module, and in the backward pass
     line: str  # of the code that called it, such as "train.py:31"
-    number: int  # how-manieth operation of the step, counted from 1
+    number: int  # its place among the operations of the step, counted from 1
     given: bool = False  # its inputs were others already
 
     def __str__(self) -> str:

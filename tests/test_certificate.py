@@ -176,6 +176,15 @@ def test_what_is_no_certificate_is_refused(content: str, message: str, tmp_path:
     ("target", {"kind": "training"}, "target.config to be an object, got None"),
     ("asked", [1], "asked to be an object"),
     ("asked", {"steps": 2, "of_a_later_version": 1}, "arguments of prove_restart, got 'of_a_later_version'"),
+    ("asked", {"steps": 2, "jobs": 1}, "arguments of prove_restart, got 'jobs'"),
+    ("asked", {"how": ["clean"]}, "the argument steps of prove_restart, got none"),
+    ("asked", {"steps": "2"}, "arguments as prove_restart takes them, got steps='2'"),
+    ("asked", {"steps": True}, "got steps=True"),
+    ("asked", {"steps": 2, "points": [3]}, r"got points=\[3\]"),
+    ("asked", {"steps": 2, "expendable": "run"}, "got expendable='run'"),
+    ("asked", {"steps": 2, "mode": None}, "got mode=None"),
+    ("asked", {"steps": 2, "in_process": 1}, "got in_process=1"),
+    ("asked", {"steps": 2, "interrupt_at": ["2"]}, r"got interrupt_at=\['2'\]"),
     ("code", "a text", "code to be an object"),
     ("environment", [1], "environment to be an object"),
 ])
@@ -183,6 +192,12 @@ def test_a_certificate_of_another_shape_is_refused_though_its_digest_is_right(pa
     document = {**json.loads(path.read_text()), part: value}
     with pytest.raises(CertificateError, match=message):
         check_certificate(write_certificate(document, path))
+
+
+def test_a_folder_in_place_of_a_certificate_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CertificateError, match=r"^\.: expected a certificate"):
+        read_certificate(".")
 
 
 def test_a_changed_digest_is_noticed_without_running_anything(path: Path) -> None:
@@ -201,8 +216,17 @@ def test_a_function_that_is_not_there_is_refused(target: str) -> None:
         load_target({"function": target})
 
 
+class Maker:
+    def __call__(self, directory: Path) -> None: ...
+
+
+def of_a_script(directory: Path) -> None: ...
+
+
 def test_only_importable_functions_are_certified(proof: Proof) -> None:
-    for make_run in (lambda directory: None, functools.partial(example_run, fault=object())):
+    of_a_script.__module__ = "__main__"  # as where it stands in the script that was started
+    for make_run in (lambda directory: None, functools.partial(example_run, fault=object()), Maker(), of_a_script, 3,
+                     None):
         with pytest.raises(ValueError, match="expected a function at the top of an importable module"):
             certificate(proof, make_run)
     assert target_of(functools.partial(example_run, fault="x"))["arguments"] == {"fault": "x"}
