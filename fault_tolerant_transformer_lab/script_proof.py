@@ -810,7 +810,7 @@ class _Ended:
         if self.status is None:
             return f"the process did not end within {self.seconds:.0f} s, and was ended"
         last = next((line for line in reversed(self.said.splitlines()) if line.strip()), "")
-        return "" if self.status == 0 or self.struck else f"exit status {self.status}: {last[:200]}"
+        return "" if self.status == 0 or self.struck else f"exit status {self.status}: {last[:200] or 'it said nothing'}"
 
     @property
     def refused(self) -> bool:
@@ -1912,6 +1912,8 @@ def _weigh(rows: Sequence[ScriptRow], made: int, series: Sequence[Tree]) -> tupl
                               f"killed {broken[0].place}, the run {broken[0].detail}"
     if made < 2:
         return Verdict.NOT_EXERCISED, "the run writes one checkpoint, so none can go on to another; save more often"
+    if not rows:
+        return Verdict.NOT_EXERCISED, "the kinds of kills asked for have no place in this run; ask for other ones"
     missed = [row for row in by["not exercised"] if not row.point.startswith(("random", "event"))]
     if missed or not by["equal"]:
         return Verdict.NOT_EXERCISED, f"{len(by['not exercised'])} of {n} kills never landed" + (
@@ -1927,7 +1929,11 @@ def _points_of(direct: _Direct, script: Script, wanted: Wanted) -> list[KillPoin
     points = list(_traced_points(direct.calls, direct.made, wanted) if script.trace
                   else _polled_points(direct.written, wanted))
     points += _random_points(direct.seconds, wanted)
-    return [point for point in points if not wanted.only or _ignored("", point.name, wanted.only)]
+    chosen = [point for point in points if not wanted.only or _ignored("", point.name, wanted.only)]
+    if points and not chosen:
+        raise ValueError(f"only: expected some of {', '.join(point.name for point in points)}, got "
+                         f"{', '.join(wanted.only)}")
+    return chosen
 
 
 def _rows_of(proving: _Proving, points: Sequence[KillPoint], jobs: int, progress_bar: bool | None) -> list[ScriptRow]:

@@ -167,6 +167,11 @@ def test_a_script_that_fails_by_itself_is_an_error_with_its_last_words():
     assert proof.verdict == "ERROR" and "exit status 1: nothing can be done" in proof.reason
 
 
+def test_a_script_that_fails_without_a_word_is_told_so():
+    proof = prove_script([sys.executable, "-c", "raise SystemExit(3)"], checkpoints="*.pt", progress_bar=False)
+    assert proof.verdict == "ERROR" and proof.reason.endswith("exit status 3: it said nothing")
+
+
 def test_a_script_that_hangs_is_ended():
     command = [sys.executable, "-c", "import time; time.sleep(600)", "{dir}"]
     started = time.monotonic()
@@ -442,6 +447,17 @@ def test_a_printed_command_kills_the_same_run_at_the_same_place_again(bug, wishe
 def test_impossible_wishes_are_refused_before_anything_runs(wishes, told):
     with pytest.raises(ValueError, match=told):
         count(**wishes)
+
+
+@pytest.mark.parametrize("trace", [None, False])
+def test_a_kill_point_that_the_run_does_not_have_is_refused_with_those_that_it_has(trace):
+    with pytest.raises(ValueError, match="only: expected some of checkpoint-1, .*got lunch, checkpoint-99"):
+        count(only=["lunch", "checkpoint-99"], trace=trace)
+
+
+def test_a_proof_without_a_kill_says_so():
+    proof = count(kills=["random"], random_kills=0)
+    assert proof.verdict == "NOT_EXERCISED" and "have no place in this run" in proof.reason
 
 
 def test_a_program_that_is_not_there_and_a_folder_in_use_are_refused(tmp_path):
