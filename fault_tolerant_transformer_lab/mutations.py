@@ -100,7 +100,7 @@ def _stale_history(contract: Contract, names: list[str]) -> None:
             losses[-1] = losses[-2]
 
 
-def _rate_of_next(contract: Contract, names: list[str]) -> None:
+def _halve_the_rate(contract: Contract, names: list[str]) -> None:
     "Halve the learning rate of each group, for a run whose optimizer holds it."
     for name in names:
         for group in contract.participants[name].param_groups:
@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation("repeated batch", "other", -1),
     Mutation("skipped batch", "other", 1),
     Mutation("scheduler off by one", "scheduler", 1),
-    Mutation("rate halved", "optimizer", 0, _rate_of_next),
+    Mutation("rate halved", "optimizer", 0, _halve_the_rate),
     Mutation("lost generator", "generator", -1),
     Mutation("one flipped bit", "module", 0, _flip_a_bit),
     Mutation("reset average", "module", 0, _forget_averages),
@@ -206,8 +206,14 @@ def mutants_of(
     mutations: tuple[Mutation, ...] = MUTATIONS,  # faults to plant
     threads: int | None = 1,  # CPU threads
 ) -> list[Mutant]:  # one for each mutation and place
-    "Plant each fault into a run and see whether the proof finds it."
+    """Plant each fault into a run and see whether the proof finds it.
+
+    Raises `ValueError` for a place that the run does not have, and `RuntimeError` where the run fails without a fault.
+    """
     places, found = at or (max(2, steps // 2),), []
+    if wrong := [place for place in places if not 1 <= place < steps]:
+        raise ValueError(f"at: expected completed steps from 1 to {steps - 1}, so that one is left to do, got "
+                         f"{', '.join(map(str, wrong))} of {steps}; a run of 3 steps has a place by default")
     with tempfile.TemporaryDirectory(prefix="fttl-mutants-") as folder:
         sound = Prover(Bench(ContractDriver(make_run, steps), in_process=True), Path(folder), steps, threads)
         (direct,) = sound.bench.run([sound.follow(Route("direct", snapshots=True))])

@@ -72,6 +72,12 @@ def test_what_has_no_effect_is_told_from_what_was_missed() -> None:
     assert detection_rate([]) is None
 
 
+@pytest.mark.parametrize(("steps", "at"), [(4, (4,)), (4, (0,)), (4, (2, 9)), (2, ())])
+def test_a_place_that_the_run_does_not_have_is_refused(steps: int, at: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"at: expected completed steps from 1 to {steps - 1}, .*of {steps}"):
+        mutants_of(example_run, steps=steps, at=at)
+
+
 def test_the_judge_of_the_ends_reads_bits_and_not_numbers(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
