@@ -176,7 +176,7 @@ def line_points(
 
 def difference_map(
     row: Row,  # that differs
-) -> list[tuple[str, list[int]]]:  # tensor or value, and the steps at which it differs; in order of computation
+) -> list[tuple[str, list[int]]]:  # tensor or value, and the steps at which it differs; the first 40 as computed
     "List what differed when."
     steps: dict[str, list[int]] = {}
     for step, paths in sorted(row.differing.items()):
@@ -249,7 +249,10 @@ it was stopped; hatched is what is not as in the uninterrupted run.</p>
 {% for path, steps in map %}<p class="path">{{ path }}</p><svg class="bar"
  viewBox="0 0 {{ proof.steps + 1 }} 1" preserveAspectRatio="none" role="img"
  aria-label="{{ path }} differs at steps {{ steps|join(', ') }}">{% for step in steps %}
-<rect x="{{ step }}" width=".9" height="1" class="differs"/>{% endfor %}</svg>{% endfor %}</section>{% endif %}
+<rect x="{{ step }}" width=".9" height="1" class="differs"/>{% endfor %}</svg>{% endfor %}
+{% if unmapped %}<p class="soft">At least {{ unmapped }} tensors and values more differ, and are not
+drawn.</p>{% endif %}
+</section>{% endif %}
 {% if proof.knockouts %}<section><h2>Left out, one at a time</h2><table><tr><th>participant</th><th>outcome</th>
 <th>what differed</th></tr>{% for one in proof.knockouts %}<tr><td><code>{{ one.participant }}</code></td>
 <td>{{ one.outcome }}</td><td>{{ one.detail }}</td></tr>{% endfor %}</table></section>{% endif %}
@@ -286,13 +289,14 @@ def html_report(
     quiet = [lane for lane in lanes if not (lane.differs or lane is lanes[0])]
     drawn, folded = loud[:_MOST_LANES], quiet[:_MOST_LANES]
     worst = next((row for row in proof.rows if row.divergence), None)
-    losses = _loss_lines(proof)
+    losses, n_differing = _loss_lines(proof), len(set().union(*worst.differing.values())) if worst else 0
     return environment.from_string(_TEMPLATE).render(
         proof=proof, title=title, style=Markup(_STYLE), version=__version__, compared=proof.compared(),
         run=lambda lane: Markup(run_template.render(lane=lane, steps=proof.steps)),
         lanes=drawn, folded=folded, uncounted=len(lanes) - len(drawn) - len(folded),
         command=command_for(proof, worst, target) if worst and worst.point else "",
-        map=difference_map(worst) if worst else [], map_of=f"{worst.stopped} at {worst.boundary}" if worst else "",
+        map=difference_map(worst) if worst else [], unmapped=max(0, n_differing - _MOST_TENSORS),
+        map_of=f"{worst.stopped} at {worst.boundary}" if worst else "",
         settings=_settings(proof), **_told(proof), **losses)
 
 # %% ../nbs/07c_report.ipynb #cell-031

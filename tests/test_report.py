@@ -90,6 +90,14 @@ def test_the_page_of_a_failure_says_where_what_and_how_to_see_it_again(failed: P
     assert "loss by step" in labels and any("model.0.weight differs at steps 2, 3, 4, 5" in label for label in labels)
 
 
+def test_the_page_says_how_many_differences_it_does_not_draw(failed: Proof) -> None:
+    for n, told in ((40, False), (43, True)):
+        row = replace(failed.rows[1], differing={2: [f"tensor {i}" for i in range(n)], 3: ["tensor 0"]})
+        words = " ".join(Page(html_report(replace(failed, rows=(failed.rows[0], row)))).text.split())
+        assert "tensor 39" in words and "tensor 40" not in words
+        assert ("At least 3 tensors and values more differ" in words) is told
+
+
 def test_the_page_of_a_sound_run_has_no_diagnosis_and_folds_what_is_equal(sound: Proof) -> None:
     words = Page(html_report(sound)).text
     assert "EQUIVALENT" in words and "Diagnosis" not in words and "more runs, all equal" in words
