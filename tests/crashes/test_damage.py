@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fault_tolerant_transformer_lab import publication
-from fault_tolerant_transformer_lab.checkpoint_file import CheckpointCorruptError, verify
+from fault_tolerant_transformer_lab import checkpoint_file, publication
+from fault_tolerant_transformer_lab.checkpoint_file import MAX_HEADER_VALUES, CheckpointCorruptError, verify
 from fault_tolerant_transformer_lab.contract import CheckpointError
 from fault_tolerant_transformer_lab.crashes import (
     OPEN_DIRECTORIES,
@@ -25,6 +25,8 @@ from fault_tolerant_transformer_lab.crashes import (
     greedy_reads,
     hostile_everywhere,
     hostile_once,
+    in_child,
+    memory_of,
     misplaced,
     open_to_others,
     peer_flips,
@@ -116,6 +118,26 @@ def test_a_greedy_reader_is_noticed_after_a_higher_peak_too(memory_dir):
     assert tried.lost == tried.tried == 44 and "MiB were taken" in tried.examples[0]
 
 
+def test_a_full_header_takes_what_the_limit_of_its_values_allows_and_one_beyond_it_is_not_taken_apart(
+        memory_dir, monkeypatch):
+    "The headers of `greedy_reads` claim what is not there. This one is full, up to a sixteenth of the real limit."
+    path, header = memory_dir / "full", taken_apart(two_checkpoints(memory_dir / "run")[0])
+    monkeypatch.setattr(checkpoint_file, "MAX_HEADER_VALUES", MAX_HEADER_VALUES // 16)
+    room = MAX_HEADER_VALUES // 16 - sum(map(header.text.count, ",:[{"))
+
+    def taken(n_keys):
+        def write():  # in a child: what is free here, and could be used again, would hide what a read takes
+            keys = ",".join(f'"{i}":0' for i in range(n_keys))
+            path.write_bytes(header.forged(header.text, f'{header.text[:-1]},"x":{{{keys}}}}}'))
+
+        in_child(write).value()
+        return memory_of(path)
+
+    n_most = room // 2 - 2  # a key takes a colon and a comma
+    assert 15 < taken(n_most) < 60  # MiB, for a header of 1.3
+    assert taken(n_most + 10) < 15
+
+
 def test_peers_load_flipped_files_without_a_word(memory_dir):
     for counts in peer_flips(memory_dir, 100).values():
         assert counts["flips"] == 100 and counts["loaded"] >= 95
@@ -186,7 +208,8 @@ def sound(tmp_path_factory):
 
 
 PIECES = st.sampled_from(['"', "{", "}", "[", "]", ",", ":", "-1", "1e999", "NaN", "null", "true", "\\", "\\u0000",
-                          "9" * 30, '"F32"', '"BOOL"', '"shape":[]', "0" * 64, " " * 4096, "__metadata__", "../"])
+                          "\\ud800", "9" * 30, '"F32"', '"BOOL"', '"shape":[]', "0" * 64, " " * 4096,
+                          "__metadata__", "../"])
 EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), PIECES | st.text(max_size=8)), min_size=1, max_size=5)
 
 

@@ -2,8 +2,10 @@
 
 import errno
 import gc
+import itertools
 import os
 import select
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -34,12 +36,23 @@ from fault_tolerant_transformer_lab.crashes import (
     in_parallel,
     kill_everywhere,
     operations_of_a_save,
+    read_back,
+    rehearse,
     start_child,
+    temporaries_in,
     undisturbed,
     untold,
     violations,
 )
-from fault_tolerant_transformer_lab.publication import CheckpointStore, Disk, Operation, PublicationError, RecordingDisk
+from fault_tolerant_transformer_lab.publication import (
+    CheckpointStore,
+    Disk,
+    Generations,
+    Operation,
+    PublicationError,
+    RecordingDisk,
+    generation_name,
+)
 from fault_tolerant_transformer_lab.training import train
 
 
@@ -173,6 +186,73 @@ def test_a_training_run_that_does_the_other_thing_or_says_nothing_is_noticed(mem
         assert _tried("continue", "another") == ["the run stops, and was to go on"]
     monkeypatch.setattr(training.Session, "note", lambda *anything: None)
     assert any("the notes do not tell errno" in told for told in _tried("continue", "silent"))
+
+
+class DyingDisk(FailingDisk):
+    "From one operation on nothing is written any more, as where the kernel remounts a disk read-only in mid-save."
+
+    asks_only = ("open_directory", "list_names", "free_bytes", "lock")
+
+    def operation(self, name, path, call):
+        self.seen.append((name, path))
+        if len(self.seen) <= self.k or name in self.asks_only:
+            return call()
+        if name == "close":
+            call()
+        number = getattr(errno, self.code)
+        raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("code", ["EROFS", "EIO"])
+def test_a_disk_that_dies_in_a_save_and_stays_dead_is_told_by_its_first_failure_and_costs_nothing(memory_dir, code):
+    "Not even the temporary file can be removed then: the error says so, and the next writer does it."
+    rehearsal = rehearse(memory_dir / "rehearsed", 3, Way())
+    n_tried = n_left = 0
+    for k, record in enumerate(rehearsal.records):
+        if record.name in DyingDisk.asks_only:
+            continue
+        shutil.copytree(rehearsal.template, memory_dir / "dies")
+        store, disk, told = memory_dir / "dies" / "checkpoints", DyingDisk(k, code), None
+        try:
+            continue_example(store, 4, disk)
+        except PublicationError as error:
+            told = error
+        published = told.published if told else None
+        wrong = untold(told, disk.seen[k], code)
+        wrong += violations(read_back(store), Expectation(published.step if published else 3, 4, 2))
+        if left := temporaries_in(store):
+            wrong += [] if f"{left[0]} could not be removed" in str(told) else [f"{left} is left, and nobody told"]
+            n_left += 1
+        wrong += gone_on(store, 5, rehearsal.final)
+        assert wrong == [], f"{code} from {record} on"
+        shutil.rmtree(memory_dir / "dies")
+        n_tried += 1
+    assert n_tried >= 12 and n_left >= 4, "a write, a sync and a close fail, and a rename"
+
+
+def test_a_recovery_that_is_killed_while_it_sets_a_damaged_checkpoint_aside_loses_nothing(memory_dir):
+    template, name = memory_dir / "template", generation_name(3)
+    continue_example(template / "checkpoints", 3)
+    shutil.copytree(template, memory_dir / "direct")
+    final = continue_example(memory_dir / "direct" / "checkpoints", 5)
+    damaged = bytearray((template / "checkpoints" / name).read_bytes())
+    damaged[-1] ^= 1
+    (template / "checkpoints" / name).write_bytes(damaged)
+    shutil.copytree(template, memory_dir / "counted")
+    recorder = RecordingDisk()
+    continue_example(memory_dir / "counted" / "checkpoints", 3, recorder)
+    begin = next(k for k, record in enumerate(recorder.records) if record.name == "replace")
+    assert [record.name for record in recorder.records[begin:begin + 2]] == ["replace", "sync_directory"]
+    assert recorder.records[begin].target.name == f"{name}.corrupt"
+    for k, moment in itertools.product((begin, begin + 1), ("before", "after")):
+        shutil.copytree(template, memory_dir / "killed")
+        store = memory_dir / "killed" / "checkpoints"
+        ended = in_child(lambda store=store, k=k, moment=moment: continue_example(store, 3, KillingDisk(k, moment)))
+        assert ended.signal == signal.SIGKILL
+        assert Generations(store).latest().step == 2
+        assert gone_on(store, 5, final) == []
+        assert [path.read_bytes() for path in store.glob(f"{name}.corrupt*")] == [damaged], f"{moment} operation {k}"
+        shutil.rmtree(memory_dir / "killed")
 
 
 def test_an_error_that_is_none_of_ours_is_noticed_and_ends_no_campaign(memory_dir, monkeypatch):
