@@ -579,7 +579,7 @@ GENERATORS = (
     Kind("a generator in each layer", _with_own_dropout, lost="dropout_1"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-059
+# %% ../nbs/03a_larger_state.ipynb #cell-061
 class AugmentedBatches(Dataset[tuple[Tensor, Tensor]]):
     "The batches of a step-keyed source with noise, keyed by (seed, step, sample), as a dataset indexed by step."
 
@@ -619,7 +619,7 @@ def _step_loader(
                            generator=torch.Generator() if own_generator else None,
                            multiprocessing_context="fork" if workers else None))
 
-# %% ../nbs/03a_larger_state.ipynb #cell-060
+# %% ../nbs/03a_larger_state.ipynb #cell-062
 def _train_on(batches: Callable[[int], Iterator[Any]], **more: Any) -> System:  # batches: from a step on
     "Train with dropout on what a loader gives; its iterator is made when the first batch is needed."
     model = _network(nn.Dropout(0.2))
@@ -657,7 +657,7 @@ STEP_LOADERS = (
     Kind("worker seeds drawn before the restore", partial(_loading, 0, own_generator=False, early=True), lost="rng"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-064
+# %% ../nbs/03a_larger_state.ipynb #cell-066
 _EPOCH = TensorDataset(*examples(1000), torch.arange(8))  # 8 rows: 4 batches of 2
 
 
@@ -706,7 +706,7 @@ STATEFUL_LOADERS = (
          resumes=False, instead="StatefulDataLoader, sampler's own generator", needs="torchdata"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-071
+# %% ../nbs/03a_larger_state.ipynb #cell-073
 class Watcher:
     "Asks for a smaller learning rate after two losses in a row that were not the best, and counts anew."
 
@@ -743,13 +743,13 @@ def _watched(at: int) -> System:
 
 PLAIN = (Kind("counters and best values (PlainState)", _watched, lost="watcher"),)
 
-# %% ../nbs/03a_larger_state.ipynb #cell-076
+# %% ../nbs/03a_larger_state.ipynb #cell-078
 CUDA = (
     Kind("CUDA's generator", partial(_drawing, lambda _: float(torch.randn((), device="cuda")), None),
          lost="CUDA's generator", lose=lambda system: torch.cuda.manual_seed_all(99), inside=("rng",), needs="cuda"),
 )
 
-# %% ../nbs/03a_larger_state.ipynb #cell-079
+# %% ../nbs/03a_larger_state.ipynb #cell-081
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (
     *SCHEDULES, *PRECISIONS, *AVERAGES, *OPTIMIZERS, *LAZY, *ACCUMULATIONS, *GENERATORS, *STEP_LOADERS, *PLAIN_LOADERS,
     *STATEFUL_LOADERS, *PLAIN, *CUDA,
