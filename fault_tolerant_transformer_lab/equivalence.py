@@ -138,7 +138,7 @@ class Interruption:
     "One place in a run, and how the run is stopped there."
 
     step: int  # the step under way, counted from 1
-    boundary: str  # "step boundary" for a clean stop, else one of the loop's `BOUNDARIES`
+    boundary: str  # "step boundary" for a clean stop, else one of `PLACES`
     how: _How = "sigkill"
     operation: str = ""  # during_write only: the kind of disk operation
     occurrence: int = 1  # during_write only: which operation of this kind in this step
@@ -181,7 +181,9 @@ def read_point(
         how, _, step = head.partition("@")
         known = how in _STOPPED_BY and step.isdecimal() and int(step) > 0 and len(rest) in (0, 1, 4)
         if known and how != "clean":
-            known = len(rest) > 0 and rest[0] in PLACES and (len(rest) == 1 or rest[2].isdecimal())
+            known = len(rest) > 0 and rest[0] in PLACES and (len(rest) == 4) == (rest[0] == "during_write")
+        if known and len(rest) == 4:
+            known = rest[1] != "" and rest[2].isdecimal() and int(rest[2]) > 0 and rest[3] in ("before", "after")
         if not known or (how == "clean" and rest):
             raise ValueError(f"point: expected places such as clean@3, sigkill@3:after_update or "
                              f"sigkill@3:during_write:fsync:1:before, joined by +, got {point!r}")
@@ -1822,7 +1824,7 @@ def cost(
 def _bound(steps: int, wishes: Wishes, routes: Sequence[Route], saved: set[int]) -> float:
     "What a proof may cost at most: of clean stops half a run for each step, of kills what each of them may take."
     if wishes.horizon:
-        return 4.0
+        return 3.0 + wishes.horizon
     clean = all(stop.how == "clean" for route in routes for stop in route.interruptions)
     if clean and sum(len(route.interruptions) > 1 for route in routes) <= 1:
         return steps / 2 + 3
@@ -1923,8 +1925,11 @@ def prove_restart(
 ) -> Proof:
     """Prove that a run that is stopped or killed resumes as the same run, bit for bit, or say what did not survive.
 
-    Raises `TypeError` where `make_run` cannot be sent to a child process, `ValueError` for impossible wishes.
+    Raises `TypeError` where `make_run` cannot be sent to a child process, `ValueError` for impossible wishes,
+    `FileExistsError` where there is something in the directory.
     """
+    _check_numbers(steps=steps, save_every=save_every, resumes=resumes, horizon=horizon, threads=threads,
+                   jobs=1 if jobs is None else jobs)
     clean_only = in_process or mode == "inductive"
     ways = _chosen_ways("clean" if clean_only and how == "both" else how, ("clean",) if in_process else _RESTART_WAYS)
     asked = {"steps": steps, "interrupt_at": _listed(interrupt_at), "how": ways,
@@ -1952,7 +1957,6 @@ def _wishes_of(
     asked: dict[str, Any],  # arguments of `prove_restart` that decide what is interrupted
 ) -> Wishes:
     "Turn arguments into wishes. Raises `ValueError` for impossible ones."
-    _check_numbers(**{name: asked[name] for name in ("steps", "save_every", "resumes", "horizon")})
     mode, steps, ways = asked["mode"], asked["steps"], asked["how"]
     if mode not in ("full", "inductive") or (mode == "inductive" and (asked["save_every"] != 1 or ways != ["clean"])):
         raise ValueError("mode: expected 'full', or 'inductive' with clean stops and save_every=1, since it resumes "
@@ -1961,13 +1965,30 @@ def _wishes_of(
                   asked["knock_out"], None, asked["boundaries"],
                   [max(1, steps // 2)] if asked["interrupt_at"] == "every" else None,
                   asked["horizon"] if mode == "inductive" else None,
-                  [read_point(point) for point in asked["points"]], tuple(asked["expendable"]))
+                  _read_points(asked["points"], steps, ways), tuple(asked["expendable"]))
+
+
+def _read_points(
+    points: Iterable[str],  # such as "sigkill@3:after_update"
+    steps: int,  # length of the run
+    ways: Sequence[str],  # by which this proof stops runs
+) -> list[tuple[Interruption, ...]]:  # the places of each run
+    "Read points, and refuse those that this run does not have or that this proof does not stop at."
+    read = [read_point(point) for point in points]
+    for stops in read:
+        for stop in stops:
+            last = steps if stop.how == "sigkill" else steps - 1  # nothing is resumed of what stops after its last step
+            if stop.how not in ways or stop.step > last:
+                raise ValueError(f"points: expected stops by {', '.join(ways)} in a run of {steps} steps, before its "
+                                 f"end or by sigkill in its last, got {point_of(stops)!r}")
+    return read
 
 
 def _check_numbers(**numbers: int) -> None:
-    "Refuse counts below 1."
-    if min(numbers.values()) < 1:
-        raise ValueError(f"{', '.join(numbers)}: expected at least 1, got {', '.join(map(str, numbers.values()))}")
+    "Refuse counts below 1, and what is no count."
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}: expected at least 1, a whole number, got {number!r}")
 
 # %% ../nbs/07_equivalence.ipynb #cell-138
 def _middle_steps(
@@ -2030,16 +2051,18 @@ def prove_training(
     hang_timeout: float = 900.0,  # seconds after which a process is taken to hang
     progress_bar: bool | None = None,  # None shows one where stderr is a terminal
 ) -> Proof:
-    "Prove for this lab's `train`: the real loop with metrics log, saves and signals, killed at every named boundary."
+    """Prove for this lab's `train`: the real loop with metrics log, saves and signals, killed at every named boundary.
+
+    Raises `ValueError` for impossible wishes, `FileExistsError` where there is something in the directory.
+    """
+    _check_numbers(resumes=resumes, threads=threads, jobs=1 if jobs is None else jobs)
     ways, save_every = _chosen_ways(how, ("clean", "sigterm", "sigkill")), config.cadence("a proof")
-    if resumes < 1:
-        raise ValueError(f"resumes: expected at least 1, got {resumes}")
     if interrupt_at is None:
         chosen, disk_steps = _middle_steps(config.steps, save_every), list(range(1, config.steps + 1))
     else:
         chosen = disk_steps = _chosen_steps(interrupt_at, config.steps)
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
-                    points=[read_point(point) for point in points], expendable=_unused_by(config),
+                    points=_read_points(points, config.steps, ways), expendable=_unused_by(config),
                     besides=telling_places(config) if interrupt_at is None else ())
     bench = Bench(TrainingDriver(config), jobs or usable_cores(), False, hang_timeout)
     asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,

@@ -269,7 +269,7 @@ class StepWatch:
     def __init__(
         self,
         contract: Contract,  # whose modules are watched, and whose parameters have names
-        on_forward: Callable[[bool, int], None] | None = None,  # told of each call: in training, and the how-manieth
+        on_forward: Callable[[bool, int], None] | None = None,  # told of each call: in training?, its number, from 1
     ) -> None:
         modules = {name: part for name, part in contract.participants.items() if isinstance(part, nn.Module)}
         self._names = {id(tensor): f"{name}.{path}" for name, module in modules.items()

@@ -57,6 +57,8 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: remount it for writing or choose another directory",
     errno.EACCES: "give this user write permission on the directory or choose another one",
     errno.EPERM: "give this user write permission on the directory (immutable flag?) or choose another one",
+    errno.EBUSY: "something is mounted there or holds it: unmount it, or choose another directory",
+    errno.EUCLEAN: "the file system found itself damaged: unmount it and run its fsck, then save again",
     errno.EMFILE: "the process has too many files open: raise `ulimit -n` or close some",
     errno.ENFILE: "the machine has too many files open: raise fs.file-max or close some",
     errno.EFBIG: "the file would pass a size limit: raise `ulimit -f`, or use a file system with larger files",
@@ -763,11 +765,12 @@ class Generations:
 
     def latest(self) -> Generation | None:
         "The highest step whose file verifies, every byte of it read; None where no file does."
-        for generation in reversed(self.generations()):
+        found = self.generations()
+        for generation in reversed(found):
             with suppress(CheckpointCorruptError, FileNotFoundError):
                 _verify(generation)
                 return generation
-        return None
+        return None if self.generations() == found else self.latest()  # a writer's retention was faster: look again
 
 # %% ../nbs/05_publication.ipynb #cell-098
 class NoCheckpointError(CheckpointError):

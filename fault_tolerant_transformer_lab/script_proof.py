@@ -810,7 +810,8 @@ class _Ended:
         if self.status is None:
             return f"the process did not end within {self.seconds:.0f} s, and was ended"
         last = next((line for line in reversed(self.said.splitlines()) if line.strip()), "")
-        return "" if self.status == 0 or self.struck else f"exit status {self.status}: {last[:200] or 'it said nothing'}"
+        said = last[:200] or "it said nothing"
+        return "" if self.status == 0 or self.struck else f"exit status {self.status}: {said}"
 
     @property
     def refused(self) -> bool:

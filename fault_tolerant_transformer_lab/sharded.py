@@ -1402,11 +1402,12 @@ def newest_sound(
     directory: Path,  # of a store
 ) -> Path | None:  # None where no checkpoint verifies
     "The newest checkpoint whose every byte is as it was written."
-    for step, path in reversed(generations_in(directory)):
+    found = generations_in(directory)
+    for step, path in reversed(found):
         with suppress(CheckpointError, OSError), open_any(path) as saved:
             if saved.step == step:
                 return path
-    return None
+    return None if generations_in(directory) == found else newest_sound(directory)  # a writer was faster: look again
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-083
 def _begins_anew(participant: Any) -> bool:
