@@ -1151,6 +1151,7 @@ class _Writer(Generations):
         self._doubtful: set[int] = set()  # perhaps not durable: no older one may go on their account
         self._sound = _Sound()
         self._ring, self._staging = Ring(), Staging()  # memory that is kept from save to save
+        self._turns = _Turns()
 
     def _open(self) -> None:
         if self._lock.directory is not None:
@@ -1304,6 +1305,28 @@ class Pending:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
 
 # %% ../nbs/05_publication.ipynb #cell-156
+class _Turns:
+    "Lets one call at a time into a store, whose buffers serve one; other threads wait, a signal handler is refused."
+
+    def __init__(self) -> None:
+        self._lock, self._taken, self._process = threading.RLock(), False, os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:  # a forked child has no thread that would give the lock back
+            self.__init__()  # type: ignore[misc]
+        self._lock.acquire()
+        if self._taken:  # by this very thread
+            self._lock.release()
+            raise CheckpointError(
+                "this store is in the middle of a call, which a signal handler or a callback of its own interrupted: "
+                "nothing was done here; let the handler set a flag that the loop looks at between two steps")
+        self._taken = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._taken = False
+        self._lock.release()
+
+
 class _Background(_Publisher):
     "Publishes in the background, one state at a time, and loses no failure."
 
@@ -1326,6 +1349,10 @@ class _Background(_Publisher):
 
     def wait(self) -> None:
         "Waits until no save goes on in the background; raises the failure of the last one, once."
+        with self._turns:
+            self._settle()
+
+    def _settle(self) -> None:
         if self._pending is not None:
             failure = self._pending.failure()
             self._forget_pending()
@@ -1414,7 +1441,11 @@ class _Saver(_Background):
         "Captures the state and publishes it durably; an earlier save in the background is waited for first."
         if overlap and wait:
             raise ValueError("overlap=True hides the copy of a save in the background: give wait=False as well")
-        self.wait()
+        with self._turns:
+            return self._save(contract, step, wait, overlap)
+
+    def _save(self, contract: Contract, step: int | None, wait: bool, overlap: bool) -> Published | Pending:
+        self._settle()
         self._guarded()
         snapshot = contract.capture(step)
         _require_newest(snapshot.step, found := self.generations())
@@ -1456,28 +1487,30 @@ class CheckpointStore(_Saver):
         allow_environment_change: bool = False,  # accept other settings of the machine, and note it in the lineage
     ) -> Restored:
         "Restores the newest sound checkpoint; the holder of the lock sets damaged newer ones aside as evidence."
-        self.wait()
-        restored = restore_newest(
-            self, contract, step=step, only=only, allow_missing=tuple(allow_missing),
-            allow_environment_change=allow_environment_change,
-        )
-        if self._lock.directory is None:
-            return restored
-        names = [path.name for path, _ in restored.skipped]
-        kept = zip(restored.skipped, set_aside(self.disk, self._guarded(), names, "corrupt"), strict=True)
-        return replace(restored, skipped=tuple((path, f"{why}; kept as {new}") for (path, why), new in kept))
+        with self._turns:
+            self._settle()
+            restored = restore_newest(
+                self, contract, step=step, only=only, allow_missing=tuple(allow_missing),
+                allow_environment_change=allow_environment_change,
+            )
+            if self._lock.directory is None:
+                return restored
+            names = [path.name for path, _ in restored.skipped]
+            kept = zip(restored.skipped, set_aside(self.disk, self._guarded(), names, "corrupt"), strict=True)
+            return replace(restored, skipped=tuple((path, f"{why}; kept as {new}") for (path, why), new in kept))
 
     def rewind(
         self,
         step: int,  # becomes the newest; its file must verify
     ) -> list[Path]:  # the later checkpoints under their new names
         "Goes back on purpose: later checkpoints are set aside under another name, none is deleted."
-        self.wait()
-        self._guarded()
-        found = self.generations()
-        chosen = next((g for g in found if g.step == step), None)
-        if chosen is None:
-            raise _nothing(self, step, [])
-        _verify(chosen)
-        later = [g.path.name for g in reversed(found) if g.step > step]
-        return [self.directory / new for new in set_aside(self.disk, self._guarded(), later, "rewound")]
+        with self._turns:
+            self._settle()
+            self._guarded()
+            found = self.generations()
+            chosen = next((g for g in found if g.step == step), None)
+            if chosen is None:
+                raise _nothing(self, step, [])
+            _verify(chosen)
+            later = [g.path.name for g in reversed(found) if g.step > step]
+            return [self.directory / new for new in set_aside(self.disk, self._guarded(), later, "rewound")]

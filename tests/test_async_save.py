@@ -13,7 +13,7 @@ import forked
 import pytest
 import torch
 
-from fault_tolerant_transformer_lab.checkpoint_file import encode, verify
+from fault_tolerant_transformer_lab.checkpoint_file import encode, state_digest, verify
 from fault_tolerant_transformer_lab.contract import CheckpointError, Contract, Progress
 from fault_tolerant_transformer_lab.publication import (
     CheckpointStore,
@@ -183,6 +183,68 @@ def test_a_failure_in_the_background_does_not_hide_that_of_the_body(directory):
         store.save(Run(step=1).contract, wait=False)
         raise ValueError("of the loop")
     assert any("fsync" in note for note in caught.value.__notes__)
+
+
+def test_threads_that_save_take_turns_and_each_file_is_one_state(directory, monkeypatch):
+    from fault_tolerant_transformer_lab import staging
+    inside, gate, copied = threading.Event(), threading.Event(), staging._Copier.wait
+
+    def wait(copier):  # the first save stops when it has copied, and before anybody knows of it
+        if not inside.is_set():
+            inside.set()
+            assert gate.wait(60)
+        copied(copier)
+
+    monkeypatch.setattr(staging._Copier, "wait", wait)
+    models = {step: torch.nn.Linear(64, 64) for step in (1, 2)}
+    with CheckpointStore(directory) as store:
+        saves = [threading.Thread(target=store.save, args=(Contract(model=model), step), kwargs={"wait": False})
+                 for step, model in models.items()]
+        saves[0].start()
+        assert inside.wait(60)
+        saves[1].start()
+        saves[1].join(0.3)
+        assert saves[1].is_alive()
+        gate.set()
+        for save in saves:
+            save.join()
+    for step, model in models.items():
+        digest = state_digest(Contract(model=model).capture(step=step))
+        assert verify(directory / generation_name(step)).state_digest == digest
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": False}, {"wait": False, "overlap": True}])
+@pytest.mark.parametrize("call", ["save", "wait", "restore", "rewind"])
+def test_a_signal_handler_in_the_middle_of_a_save_is_refused_and_the_save_goes_on(
+        directory, monkeypatch, options, call):
+    from fault_tolerant_transformer_lab import publication
+    run, refused, take = Run(step=1), [], publication.encode if not options else publication.Encoding
+    calls = {"save": lambda: store.save(run.contract), "wait": lambda: store.wait(), "rewind": lambda: store.rewind(1),
+             "restore": lambda: store.restore(run.contract)}
+
+    def handler(number, frame):
+        with pytest.raises(CheckpointError, match="signal handler") as error:
+            calls[call]()
+        refused.append(error)
+
+    def struck(snapshot):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return take(snapshot)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with CheckpointStore(directory) as store:
+            store.save(run.contract)
+            run.advance()
+            expected = run.digest()
+            monkeypatch.setattr(publication, take.__name__, struck)
+            store.save(run.contract, **options)
+            assert len(refused) == 1
+            store.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert verify(directory / generation_name(2)).state_digest == expected
 
 
 def test_nothing_is_published_when_the_lock_was_taken_away_meanwhile(directory):
