@@ -675,6 +675,7 @@ def test_a_trainer_of_ones_own_is_proven_certified_and_checked(tmp_path: Path) -
         (("--sign", "key.pem"), "--sign: expected with --certificate"),
         ((*prove[1:], "--with", "nothing"), "NAME=VALUE"), ((*prove[1:], "--html", "no/page.html"), "--html"),
         ((*prove[1:], "--mode", "inductive", "--certificate", "c.json"), "--certificate"),
+        ((*prove[1:], "--point", "sigkill@2:after_update"), "points: expected stops by clean"),
     ):
         assert_refused(fttl("prove", *arguments, cwd=tmp_path), 2, told)
     assert_refused(fttl("check-certificate", "page.html", cwd=tmp_path), 2, "expected a certificate")

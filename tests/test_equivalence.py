@@ -557,7 +557,8 @@ def test_the_cheap_mode_resumes_at_every_step_and_does_not_see_what_shows_later(
     proof.raise_if_different()
     assert proof.mode == "inductive" and [row.segments[-1] for row in proof.rows[1:]] == [
         (step, step + 1) for step in range(1, 6)]
-    assert in_process(blind, steps=6, mode="inductive", horizon=2).verdict is Verdict.DIVERGENT
+    seen = in_process(blind, steps=6, mode="inductive", horizon=4)
+    assert seen.verdict is Verdict.DIVERGENT and 4 < seen.facts["cost"]["proof"] <= seen.facts["cost"]["bound"] == 7
     assert in_process(blind, steps=6).verdict is Verdict.DIVERGENT
     for fault in ("generator lost", "batch repeated", "momentum changed"):
         assert in_process(faulty(fault), steps=4, mode="inductive", knock_out=False).verdict is Verdict.DIVERGENT
@@ -901,10 +902,33 @@ def test_what_is_no_run_is_refused_by_name() -> None:
     ({"mode": "quick"}, "mode: expected 'full', or 'inductive' with clean stops"),
     ({"mode": "inductive", "save_every": 2}, "mode: expected .* got 'inductive' with clean and save_every=2"),
     ({"points": ["clean"]}, "point: expected places such as clean@3"),
+    ({"points": ["sigkill@2:during_write"]}, "point: expected places"),
+    ({"points": ["sigkill@2:after_update:fsync:1:before"]}, "point: expected places"),
+    ({"points": ["sigkill@2:during_write:fsync:1:lunch"]}, "point: expected places"),
+    ({"points": ["sigkill@2:during_write:fsync:0:before"]}, "point: expected places"),
+    ({"points": ["sigterm@2:before_forward"]}, "points: expected stops by clean, sigkill in a run of 3 steps"),
+    ({"points": ["sigkill@2:after_update"], "in_process": True}, "points: expected stops by clean in a run"),
+    ({"points": ["sigkill@2:after_update"], "how": "clean"}, "points: expected stops by clean in a run"),
+    ({"points": ["clean@3"]}, "points: .* before its end or by sigkill in its last, got 'clean@3'"),
+    ({"points": ["clean@1+sigkill@4:after_update"]}, "points: expected .* got 'clean@1.sigkill@4:after_update'"),
+    ({"jobs": -1}, "jobs: expected at least 1, a whole number, got -1"),
+    ({"threads": 0}, "threads: expected at least 1"),
+    ({"steps": "6"}, "steps: expected at least 1, a whole number, got '6'"),
+    ({"resumes": 1.5}, "resumes: expected at least 1, a whole number, got 1.5"),
 ])
 def test_impossible_wishes_are_refused(wishes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        quietly(example_run, steps=3, **wishes)
+        quietly(example_run, **{"steps": 3, **wishes})
+
+
+@pytest.mark.parametrize(("wishes", "message"), [
+    ({"points": ["sigkill@99:after_update"]}, "points: expected stops by clean, sigterm, sigkill in a run of"),
+    ({"points": ["sigterm@1:before_forward"], "how": "clean"}, "points: expected stops by clean in a run of"),
+    ({"jobs": 0}, "jobs: expected at least 1"), ({"resumes": 0}, "resumes: expected at least 1"),
+])
+def test_impossible_wishes_for_this_labs_loop_are_refused(wishes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prove_training(SMALL, progress_bar=False, **wishes)
 
 
 def test_a_folder_with_something_in_it_is_refused_and_a_new_one_keeps_every_run(tmp_path: Path) -> None:

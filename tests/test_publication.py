@@ -1564,6 +1564,20 @@ def test_retention_never_removes_what_was_published_just_now(directory, monkeypa
     assert sorted(contents(directory)) == [generation_name(2)]
 
 
+def test_a_reader_that_retention_outran_looks_again(directory, monkeypatch):
+    store_with(directory, 1, 2, keep_last=2)
+    read = publication._verify
+
+    def outrun(generation):  # between the reader's list and its first file
+        monkeypatch.setattr(publication, "_verify", read)
+        store_with(directory, 3, 4, keep_last=2)
+        read(generation)
+
+    monkeypatch.setattr(publication, "_verify", outrun)
+    assert Generations(directory).latest().step == 4
+    assert sorted(contents(directory)) == [generation_name(3), generation_name(4)]
+
+
 def test_a_store_exchanged_while_a_rewind_reads_sets_nothing_aside(directory, tmp_path, monkeypatch):
     other = tmp_path / "other"
     store_with(other, 1, 2, 3, keep_last=5)

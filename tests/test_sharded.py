@@ -387,6 +387,21 @@ def test_a_plan_that_is_no_file_is_damage_and_the_generation_before_it_is_used(o
     assert sharded.newest_sound(both) == both / "step-00000001"
 
 
+def test_a_reader_of_generations_that_retention_outran_looks_again(origin, tmp_path, monkeypatch):
+    both, elsewhere = shutil.copytree(origin[0] / "both", tmp_path / "both"), tmp_path / "elsewhere"
+    (both / "step-00000002").rename(elsewhere)
+    read = sharded.open_any
+
+    def outrun(path):  # between the reader's list and its first file
+        monkeypatch.setattr(sharded, "open_any", read)
+        shutil.rmtree(both / "step-00000001")
+        elsewhere.rename(both / "step-00000002")
+        return read(path)
+
+    monkeypatch.setattr(sharded, "open_any", outrun)
+    assert sharded.newest_sound(both) == both / "step-00000002"
+
+
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO])
 def test_an_error_of_the_moment_does_not_condemn_a_generation_and_one_of_the_device_does(store, monkeypatch, code):
     def refuse(path, flags):
