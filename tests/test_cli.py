@@ -433,6 +433,20 @@ def test_diff_reads_every_byte_unless_told_otherwise(run: Path, tmp_path: Path, 
     assert not found["bytes_verified"] and len(values) > 10 and {place["max_abs"] for place in values} == {None}
 
 
+def test_a_command_that_retention_outran_looks_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examine, (older, newest), elsewhere = cli.examined, checkpoints(run), run / "elsewhere"
+    newest.rename(elsewhere)
+
+    def outrun(path: Path, **options: Any) -> Any:  # between the command's list and its first file
+        monkeypatch.setattr(cli, "examined", examine)
+        older.unlink()
+        elsewhere.rename(newest)
+        return examine(path, **options)
+
+    monkeypatch.setattr(cli, "examined", outrun)
+    assert cli.latest_of(run)[0] == newest
+
+
 def test_latest_is_the_highest_step_that_verifies(trained: Path, run: Path, capsys) -> None:
     older, newest = checkpoints(run)
     flip(newest, newest.stat().st_size - 7)

@@ -73,7 +73,7 @@ def by_name(kind: Kind) -> str:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=by_name)
 def test_a_kind_of_state_resumes_to_the_bit_and_is_missed_when_it_is_lost(kind):
     if not measurable(kind):
-        pytest.skip(f"needs {kind.needs}")
+        pytest.skip(f"needs {'a CUDA device' if kind.needs == 'cuda' else kind.needs}")
     row = measure(kind)
     assert (row.proven, row.caught) == (kind.resumes, not kind.resumes)
     if kind.resumes:

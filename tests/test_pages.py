@@ -154,6 +154,14 @@ def test_the_picture_of_the_readme_is_the_one_of_the_index():
     assert "](nbs/images/same_loss.png)" in (ROOT / "README.md").read_text()
 
 
+def test_the_count_of_the_tests_in_the_readme_is_the_recorded_one():
+    readme = (ROOT / "README.md").read_text()
+    checks = json.loads((ROOT / "benchmarks" / "results" / "checks.json").read_text())
+    passed, skipped = checks["passed"], checks["skipped"]
+    assert f"    {passed:,} passed, {sum(skipped.values())} skipped, with Python {checks['python']}\n" in readme
+    assert all(f" {n} skipped: {reason}\n" in readme for reason, n in skipped.items())
+
+
 def test_the_cost_in_the_readme_is_that_of_the_records():
     readme = (ROOT / "README.md").read_text()
     cost = json.loads((ROOT / "benchmarks" / "results" / "checkpoint_cost.json").read_text())
