@@ -1233,8 +1233,9 @@ class Prove:
         from fault_tolerant_transformer_lab.certificate import load_target
 
         sys.path.insert(0, os.getcwd())  # the user's module lies where the command is typed
+        arguments = dict(map(argument_from, self.arguments))
         try:
-            return load_target({"function": self.trainer, "arguments": dict(map(argument_from, self.arguments))})
+            return load_target({"function": self.trainer, "arguments": arguments})
         except ValueError as error:
             raise UsageError(f"--run: {error}") from None
 
@@ -1424,9 +1425,14 @@ class ProveScript:
         from fault_tolerant_transformer_lab.script_proof import KILLS, prove_script
 
         try:
+            resume_command = shell.split(self.resume_command)
+        except ValueError as error:
+            raise UsageError(f"--resume-command: expected a command as a shell reads it, got {self.resume_command}: "
+                             f"{error}") from None
+        try:
             proof = prove_script(
                 self.command, checkpoints=self.checkpoints,
-                resume_command=shell.split(self.resume_command) or None,
+                resume_command=resume_command or None,
                 steps_flag=self.steps_flag, steps=self.steps,
                 kills=[kind.replace("disk-full", "disk full") for kind in self.kills] or KILLS,
                 max_checkpoints=self.max_checkpoints, max_events=self.max_events, every_event=self.every_event,

@@ -687,7 +687,8 @@ def test_a_trainer_of_ones_own_is_proven_certified_and_checked(tmp_path: Path) -
         (("--run", "mine:nothing", "--steps", 2), "can be imported"), (("--run", "mine:make"), "--steps"),
         (("--steps", 2), "--steps: expected with --run"),
         (("--sign", "key.pem"), "--sign: expected with --certificate"),
-        ((*prove[1:], "--with", "nothing"), "NAME=VALUE"), ((*prove[1:], "--html", "no/page.html"), "--html"),
+        ((*prove[1:], "--with", "nothing"), "fttl: --with: expected NAME=VALUE, got nothing"),
+        ((*prove[1:], "--html", "no/page.html"), "--html"),
         ((*prove[1:], "--mode", "inductive", "--certificate", "c.json"), "--certificate"),
         ((*prove[1:], "--point", "sigkill@2:after_update"), "points: expected stops by clean"),
     ):
@@ -726,6 +727,8 @@ def test_a_script_is_proven_and_saves_are_planned(tmp_path: Path) -> None:
     assert done.returncode in (0, 1) and "kill point" in done.stdout and done.stderr == ""
     assert_refused(fttl("prove-script", "--checkpoints", "*", cwd=tmp_path), 2, "a program that can be started")
     assert_refused(fttl("prove-script", "--checkpoints", "*", "--kills", "all", "--", "true", cwd=tmp_path), 2, "kills")
+    assert_refused(fttl("prove-script", "--checkpoints", "*", "--resume-command", "'true", "--", "true", cwd=tmp_path),
+                   2, "--resume-command: expected a command as a shell reads it, got 'true: No closing quotation")
     planned = fttl("plan", "--mtbf", 10800, "--stall", 5, "--json", cwd=tmp_path)
     assert planned.returncode == 0
     assert 320 < json.loads(planned.stdout)["optimal_seconds"] < 335  # Young: sqrt(2 * 5 * 10800) is 329
