@@ -6,8 +6,8 @@
 __all__ = ['WIDTH', 'CAMPAIGNS', 'COMMANDS', 'NAMES', 'Outcome', 'Command', 'Help', 'config_flags', 'configuration', 'UsageError',
            'reduced', 'parse_arguments', 'path_from', 'whole_from', 'number_from', 'made_by', 'within', 'failure',
            'for_command_line', 'shortened', 'table', 'size', 'printable', 'is_generation', 'folder_of', 'set_aside_in',
-           'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'as_json', 'warned',
-           'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'usual_way', 'with_ranks',
+           'checkpoints_in', 'tensor_paths', 'examined_generation', 'examined', 'latest_of', 'unless_outrun', 'as_json',
+           'warned', 'next_command', 'words_of', 'summary', 'Train', 'TrainSmoke', 'usual_way', 'with_ranks',
            'check_ranks_wanted', 'launched', 'trained_as_rank', 'report_rank', 'Verify', 'lineage_line',
            'plain_tensors', 'plain_manifest', 'settings', 'inspection', 'Inspect', 'difference_row', 'differences_of',
            'recorded_differences', 'Diff', 'new_file', 'Export', 'Import', 'written', 'Sample', 'config_of',
@@ -490,17 +490,29 @@ def latest_of(
     for newest in reversed(found):
         try:
             manifest = examined(newest, headers_only=headers_only)
-        except CheckpointCorruptError as error:
+        except (CheckpointCorruptError, FileNotFoundError) as error:
+            if not os.path.lexists(newest):  # a run that is being trained has deleted it meanwhile: look again
+                return latest_of(path, headers_only=headers_only)
             damaged.append(str(error))
-        except FileNotFoundError:  # a run that is being trained has deleted it in the meantime
-            continue
         else:
             for message in damaged:
                 _logger.warning("passed over %s", message)
             return newest, manifest
-    if checkpoints_in(path) != found:  # its retention was faster: look again
-        return latest_of(path, headers_only=headers_only)
-    raise CheckpointCorruptError(f"{path}: no checkpoint there is sound: {'; '.join(damaged) or 'all are gone'}")
+    raise CheckpointCorruptError(f"{path}: no checkpoint there is sound: {'; '.join(damaged)}")
+
+
+def unless_outrun(
+    command: Callable[[], Outcome],  # reads the newest checkpoint of each path
+    *paths: Path,  # checkpoint files, folders of checkpoints, or run folders
+) -> Outcome:  # what the command gave
+    "Do a command, and do it again where a run that is being trained deleted what it had chosen."
+    while True:
+        found = [checkpoints_in(path) for path in paths]
+        try:
+            return command()
+        except FileNotFoundError:
+            if [checkpoints_in(path) for path in paths] == found:
+                raise
 
 # %% ../nbs/10_cli.ipynb #cell-059
 # A flag of the configuration that is left out is left out of the mapping too.
@@ -779,11 +791,17 @@ class Verify:
                 raise
             except UnknownSchemaError as error:
                 unread = unread or error
-            except CheckpointCorruptError as damage:
+            except (CheckpointCorruptError, FileNotFoundError) as damage:
+                if path != self.path and not os.path.lexists(path):  # a run that is being trained has deleted it
+                    continue
+                if isinstance(damage, FileNotFoundError):
+                    raise
                 found.append({"path": str(path), "intact": False, "where": damage.where, "message": str(damage)})
             else:
                 found.append({"path": str(path), "intact": True, "step": manifest.step, "bytes": manifest.n_bytes,
                               "state_digest": manifest.state_digest})
+        if not found and not unread:  # all were deleted meanwhile: look at what is there now
+            return self.run()
         damaged = [facts["message"] for facts in found if facts["intact"] is False]
         if unread and not damaged:
             raise unread
@@ -967,7 +985,9 @@ class Diff:
 
     def run(self) -> Outcome:  # the differences; status 1 where there are any
         "Verify, compare, and list the differences or say that there are none."
-        self.b.stat()  # a path that is not there is told before gigabytes of the other are read
+        return unless_outrun(self._compare, self.a, self.b)
+
+    def _compare(self) -> Outcome:
         (a, of_a), (b, of_b) = (latest_of(path, headers_only=self.headers_only) for path in (self.a, self.b))
         recorded = recorded_differences(of_a, of_b) if self.headers_only else None
         read = recorded is None
@@ -1008,6 +1028,9 @@ class Export:
 
     def run(self) -> Outcome:  # what was written
         "Verify every byte, put the parts together, and write them durably."
+        return unless_outrun(self._export, self.path)
+
+    def _export(self) -> Outcome:
         new_file(self.file)
         source = self.path if stat.S_ISREG(self.path.stat().st_mode) else latest_of(self.path)[0]
         if not source.is_dir():
@@ -1070,6 +1093,9 @@ class Sample:
         within("--n-tokens", self.n_tokens, 1, 100_000)
         within("--temperature", self.temperature, 0, 1000)
         within("--seed", self.seed, 0, 2**63 - 1)
+        return unless_outrun(self._continue, self.path)
+
+    def _continue(self) -> Outcome:
         import torch
 
         from fault_tolerant_transformer_lab.contract import Contract

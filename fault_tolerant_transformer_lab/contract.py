@@ -619,16 +619,14 @@ class NamedGenerator:
 
     def __init__(
         self,
-        generator: Any,  # the generator itself; it is set in place, so whoever holds it goes on from the restored state
+        generator: Any,  # set in place, so whoever holds it goes on; a subclass's own attributes are left out
     ) -> None:
         self.generator = generator
         self.kind = _generator_kind(generator)
         if not self.kind:
             raise ContractError(f"expected a torch.Generator, numpy.random.Generator or random.Random, got "
                                 f"{_named(generator)}; give the generator itself")
-        if self.kind == "python" and type(generator) is not random.Random:
-            raise ContractError(f"expected a random.Random itself, got {_named(generator)}, whose own attributes would "
-                                "be lost; give it state_dict() and load_state_dict(), or a random.Random to draw from")
+
 
     def state_dict(self) -> dict[str, Any]:
         "The kind of generator and its state; nothing is drawn."

@@ -182,6 +182,7 @@ def read_point(
         known = how in _STOPPED_BY and step.isdecimal() and int(step) > 0 and len(rest) in (0, 1, 4)
         if known and how != "clean":
             known = len(rest) > 0 and rest[0] in PLACES and (len(rest) == 4) == (rest[0] == "during_write")
+            known = known and (how == "sigkill" or rest[0] != "during_write")
         if known and len(rest) == 4:
             known = rest[1] != "" and rest[2].isdecimal() and int(rest[2]) > 0 and rest[3] in ("before", "after")
         if not known or (how == "clean" and rest):
@@ -1935,7 +1936,7 @@ def prove_restart(
     asked = {"steps": steps, "interrupt_at": _listed(interrupt_at), "how": ways,
              "mode": mode, "horizon": horizon, "resumes": resumes, "save_every": save_every, "points": list(points),
              "boundaries": _chosen_boundaries(boundaries), "expendable": list(expendable), "operations": operations,
-             "knock_out": knock_out, "threads": threads, "in_process": in_process}
+             "knock_out": knock_out, "threads": threads, "in_process": bool(in_process)}
     wishes, driver = _wishes_of(asked), ContractDriver(make_run, steps, save_every)
     if not in_process:
         _check_picklable(driver)
@@ -1988,7 +1989,7 @@ def _check_numbers(**numbers: int) -> None:
     "Refuse counts below 1, and what is no count."
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
-            raise ValueError(f"{name}: expected at least 1, a whole number, got {number!r}")
+            raise ValueError(f"{name}: expected at least 1, an int, got {number!r}")
 
 # %% ../nbs/07_equivalence.ipynb #cell-138
 def _middle_steps(

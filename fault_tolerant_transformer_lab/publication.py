@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar, overload
@@ -58,7 +58,7 @@ _REMEDIES = {
     errno.EACCES: "give this user write permission on the directory or choose another one",
     errno.EPERM: "give this user write permission on the directory (immutable flag?) or choose another one",
     errno.EBUSY: "something is mounted there or holds it: unmount it, or choose another directory",
-    errno.EUCLEAN: "the file system found itself damaged: unmount it and run its fsck, then save again",
+
     errno.EMFILE: "the process has too many files open: raise `ulimit -n` or close some",
     errno.ENFILE: "the machine has too many files open: raise fs.file-max or close some",
     errno.EFBIG: "the file would pass a size limit: raise `ulimit -f`, or use a file system with larger files",
@@ -72,6 +72,8 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "the name is longer than this file system allows: choose a shorter one",
     errno.EOPNOTSUPP: "this file system does not support the operation: use a local one",
 }
+if hasattr(errno, "EUCLEAN"):  # Linux alone has it
+    _REMEDIES[errno.EUCLEAN] = "the file system found itself damaged: unmount it and run its fsck, then save again"
 
 
 def place_of(
@@ -765,12 +767,19 @@ class Generations:
 
     def latest(self) -> Generation | None:
         "The highest step whose file verifies, every byte of it read; None where no file does."
-        found = self.generations()
-        for generation in reversed(found):
-            with suppress(CheckpointCorruptError, FileNotFoundError):
-                _verify(generation)
-                return generation
-        return None if self.generations() == found else self.latest()  # a writer's retention was faster: look again
+        while True:
+            found = self.generations()
+            for generation in reversed(found):
+                try:
+                    _verify(generation)
+                    return generation
+                except CheckpointCorruptError:
+                    continue
+                except FileNotFoundError:
+                    if self.generations() != found:  # a writer's retention was faster: look again
+                        break
+            else:
+                return None
 
 # %% ../nbs/05_publication.ipynb #cell-098
 class NoCheckpointError(CheckpointError):
@@ -1131,6 +1140,28 @@ def _warn_about_permissions(directory: Path) -> None:
             )
 
 # %% ../nbs/05_publication.ipynb #cell-144
+class _Turns:
+    "Lets one call at a time into a store, whose buffers serve one; other threads wait, a signal handler is refused."
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    def mine(self) -> bool:
+        "Whether this thread is in the middle of a call."
+        return self._lock._is_owned()  # type: ignore[attr-defined]  # as `threading.Condition` asks
+
+    def __call__(self) -> AbstractContextManager[object]:
+        "Give the lock itself, which a `with` statement takes and gives back whole wherever an interrupt strikes."
+        if os.getpid() != self._process:  # a forked child has no thread that would give the lock back
+            self._lock, self._process = threading.RLock(), os.getpid()
+        elif self.mine():
+            raise CheckpointError(
+                "this store is in the middle of a call, which a signal handler or a callback of its own interrupted: "
+                "nothing was done here, and that call fails too where this error is not caught; let the handler set a "
+                "flag that the loop looks at between two steps")
+        return self._lock
+
+# %% ../nbs/05_publication.ipynb #cell-146
 class _Writer(Generations):
     "The holder of a directory's lock, who publishes."
 
@@ -1180,7 +1211,7 @@ class _Writer(Generations):
         self._lock.require_held()
         return directory
 
-# %% ../nbs/05_publication.ipynb #cell-148
+# %% ../nbs/05_publication.ipynb #cell-150
 class _Publisher(_Writer):
     "Publishes encodings and retains what must stay."
 
@@ -1238,7 +1269,7 @@ def _until(
             raise CheckpointError("the save was interrupted: nothing was published")
         yield chunk
 
-# %% ../nbs/05_publication.ipynb #cell-152
+# %% ../nbs/05_publication.ipynb #cell-154
 class Pending:
     "A save that goes on in the background. Its failure is raised once: by `result`, or by the store's next call."
 
@@ -1304,29 +1335,7 @@ class Pending:
         if (error := self.failure()) is not None:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
 
-# %% ../nbs/05_publication.ipynb #cell-156
-class _Turns:
-    "Lets one call at a time into a store, whose buffers serve one; other threads wait, a signal handler is refused."
-
-    def __init__(self) -> None:
-        self._lock, self._taken, self._process = threading.RLock(), False, os.getpid()
-
-    def __enter__(self) -> None:
-        if os.getpid() != self._process:  # a forked child has no thread that would give the lock back
-            self.__init__()  # type: ignore[misc]
-        self._lock.acquire()
-        if self._taken:  # by this very thread
-            self._lock.release()
-            raise CheckpointError(
-                "this store is in the middle of a call, which a signal handler or a callback of its own interrupted: "
-                "nothing was done here; let the handler set a flag that the loop looks at between two steps")
-        self._taken = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._taken = False
-        self._lock.release()
-
-
+# %% ../nbs/05_publication.ipynb #cell-158
 class _Background(_Publisher):
     "Publishes in the background, one state at a time, and loses no failure."
 
@@ -1349,7 +1358,7 @@ class _Background(_Publisher):
 
     def wait(self) -> None:
         "Waits until no save goes on in the background; raises the failure of the last one, once."
-        with self._turns:
+        with self._turns():
             self._settle()
 
     def _settle(self) -> None:
@@ -1384,17 +1393,18 @@ class _Background(_Publisher):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            failure = self._last_failure()
-        finally:
-            self._staging.close()
-            self._lock.release()
+        with nullcontext() if self._turns.mine() else self._turns():  # else a save would lose its directory
+            try:
+                failure = self._last_failure()
+            finally:
+                self._staging.close()
+                self._lock.release()
         if failure is not None and (error is None or isinstance(error, SystemExit | GeneratorExit)):
             raise failure  # nobody reads a note of these
         if failure is not None and error is not None:
             error.add_note(f"The save in the background failed as well: {failure}")
 
-# %% ../nbs/05_publication.ipynb #cell-160
+# %% ../nbs/05_publication.ipynb #cell-162
 class _Saver(_Background):
     "Captures states and publishes them, now or in the background."
 
@@ -1441,7 +1451,7 @@ class _Saver(_Background):
         "Captures the state and publishes it durably; an earlier save in the background is waited for first."
         if overlap and wait:
             raise ValueError("overlap=True hides the copy of a save in the background: give wait=False as well")
-        with self._turns:
+        with self._turns():
             return self._save(contract, step, wait, overlap)
 
     def _save(self, contract: Contract, step: int | None, wait: bool, overlap: bool) -> Published | Pending:
@@ -1462,7 +1472,7 @@ class _Saver(_Background):
                 self._staging.forget()
             raise
 
-# %% ../nbs/05_publication.ipynb #cell-164
+# %% ../nbs/05_publication.ipynb #cell-166
 class CheckpointStore(_Saver):
     "A directory of checkpoints; as a context manager it is the one writer."
 
@@ -1487,7 +1497,7 @@ class CheckpointStore(_Saver):
         allow_environment_change: bool = False,  # accept other settings of the machine, and note it in the lineage
     ) -> Restored:
         "Restores the newest sound checkpoint; the holder of the lock sets damaged newer ones aside as evidence."
-        with self._turns:
+        with self._turns():
             self._settle()
             restored = restore_newest(
                 self, contract, step=step, only=only, allow_missing=tuple(allow_missing),
@@ -1504,7 +1514,7 @@ class CheckpointStore(_Saver):
         step: int,  # becomes the newest; its file must verify
     ) -> list[Path]:  # the later checkpoints under their new names
         "Goes back on purpose: later checkpoints are set aside under another name, none is deleted."
-        with self._turns:
+        with self._turns():
             self._settle()
             self._guarded()
             found = self.generations()

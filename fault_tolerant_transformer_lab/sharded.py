@@ -1287,7 +1287,10 @@ class _Publishing:
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-079
 class RankStore(_Publishing):
-    "A directory of checkpoints that several ranks write together; inside the block this attempt may publish."
+    """A directory of checkpoints that several ranks write together; inside the block this attempt may publish.
+
+    Most calls are collectives: one thread of each rank makes them, all in the same order.
+    """
 
     def save(
         self,
@@ -1402,12 +1405,16 @@ def newest_sound(
     directory: Path,  # of a store
 ) -> Path | None:  # None where no checkpoint verifies
     "The newest checkpoint whose every byte is as it was written."
-    found = generations_in(directory)
-    for step, path in reversed(found):
-        with suppress(CheckpointError, OSError), open_any(path) as saved:
-            if saved.step == step:
-                return path
-    return None if generations_in(directory) == found else newest_sound(directory)  # a writer was faster: look again
+    while True:
+        found = generations_in(directory)
+        for step, path in reversed(found):
+            with suppress(CheckpointError, OSError), open_any(path) as saved:
+                if saved.step == step:
+                    return path
+            if generations_in(directory) != found:  # a writer's retention was faster: look again
+                break
+        else:
+            return None
 
 # %% ../nbs/11a_sharded_checkpoints.ipynb #cell-083
 def _begins_anew(participant: Any) -> bool:

@@ -213,6 +213,43 @@ def test_threads_that_save_take_turns_and_each_file_is_one_state(directory, monk
         assert verify(directory / generation_name(step)).state_digest == digest
 
 
+def test_an_interrupt_at_the_edge_of_a_call_leaves_the_next_one_its_turn(directory):
+    "A signal strikes between any two steps of the interpreter, so many are sent; each call but those struck goes well."
+    def handler(number, frame):
+        raise KeyboardInterrupt
+
+    struck, free = 0, []
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with CheckpointStore(directory) as store:
+            for _ in range(400):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-5)
+                    while True:
+                        store.wait()
+                except KeyboardInterrupt:
+                    struck += 1
+                store.wait()  # refused for ever, where the turn was never given back
+            other = threading.Thread(target=lambda: (store.wait(), free.append(True)))
+            other.start()
+            other.join(30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert struck == 400 and free == [True]
+
+
+def test_leaving_the_store_waits_for_a_thread_that_saves(directory):
+    disk, saved = GatedDisk(), []
+    run = Run(step=1)
+    with CheckpointStore(directory, disk=disk) as store:
+        saver = threading.Thread(target=lambda: saved.append(store.save(run.contract)))
+        saver.start()
+        assert disk.reached.wait(60)
+        threading.Timer(0.3, disk.open.set).start()
+    saver.join()
+    assert [published.step for published in saved] == [1]
+
+
 @pytest.mark.parametrize("options", [{}, {"wait": False}, {"wait": False, "overlap": True}])
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "rewind"])
 def test_a_signal_handler_in_the_middle_of_a_save_is_refused_and_the_save_goes_on(

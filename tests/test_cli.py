@@ -433,18 +433,27 @@ def test_diff_reads_every_byte_unless_told_otherwise(run: Path, tmp_path: Path, 
     assert not found["bytes_verified"] and len(values) > 10 and {place["max_abs"] for place in values} == {None}
 
 
-def test_a_command_that_retention_outran_looks_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examine, (older, newest), elsewhere = cli.examined, checkpoints(run), run / "elsewhere"
+@pytest.mark.parametrize(("outrun", "words"), [
+    ("examined", ("verify",)), ("examined", ("inspect",)), ("examined", ("diff", "--json")),
+    ("examined", ("sample", "--n-tokens", 1)), ("latest_of", ("inspect",)), ("latest_of", ("diff", "--json")),
+    ("latest_of", ("sample", "--n-tokens", 1))])
+def test_a_command_that_retention_outran_looks_again(
+        run: Path, monkeypatch: pytest.MonkeyPatch, capsys, outrun: str, words: tuple[Any, ...]) -> None:
+    (older, newest), elsewhere, ours = checkpoints(run), run / "elsewhere", getattr(cli, outrun)
     newest.rename(elsewhere)
 
-    def outrun(path: Path, **options: Any) -> Any:  # between the command's list and its first file
-        monkeypatch.setattr(cli, "examined", examine)
+    def slowly(path: Path, **options: Any) -> Any:  # its file is deleted before it is opened, or once it is chosen
+        monkeypatch.setattr(cli, outrun, ours)
+        chosen = ours(path, **options) if outrun == "latest_of" else None
         older.unlink()
         elsewhere.rename(newest)
-        return examine(path, **options)
+        return chosen or ours(path, **options)
 
-    monkeypatch.setattr(cli, "examined", outrun)
-    assert cli.latest_of(run)[0] == newest
+    monkeypatch.setattr(cli, outrun, slowly)
+    done = in_process(capsys, words[0], *([run, run] if words[0] == "diff" else [run]), *words[1:])
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    told = {"sample": "", "inspect": older.name if outrun == "latest_of" else newest.name}.get(words[0], newest.name)
+    assert told in done.stdout
 
 
 def test_latest_is_the_highest_step_that_verifies(trained: Path, run: Path, capsys) -> None:

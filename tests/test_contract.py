@@ -1317,15 +1317,6 @@ def test_a_changed_learning_rate_is_the_schedules_affair_and_comes_back():
 
 # Generators
 
-
-def test_a_generator_of_a_class_of_ones_own_is_refused_since_its_attributes_would_be_lost():
-    class Counting(random.Random):
-        drawn = 0
-
-    with pytest.raises(ContractError, match="a random.Random itself, got .*Counting.* state_dict"):
-        NamedGenerator(Counting(3))
-
-
 BIT_GENERATORS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
 GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(3),

@@ -903,6 +903,7 @@ def test_what_is_no_run_is_refused_by_name() -> None:
     ({"mode": "inductive", "save_every": 2}, "mode: expected .* got 'inductive' with clean and save_every=2"),
     ({"points": ["clean"]}, "point: expected places such as clean@3"),
     ({"points": ["sigkill@2:during_write"]}, "point: expected places"),
+    ({"points": ["sigterm@2:during_write:fsync:1:before"]}, "point: expected places"),
     ({"points": ["sigkill@2:after_update:fsync:1:before"]}, "point: expected places"),
     ({"points": ["sigkill@2:during_write:fsync:1:lunch"]}, "point: expected places"),
     ({"points": ["sigkill@2:during_write:fsync:0:before"]}, "point: expected places"),
@@ -911,10 +912,10 @@ def test_what_is_no_run_is_refused_by_name() -> None:
     ({"points": ["sigkill@2:after_update"], "how": "clean"}, "points: expected stops by clean in a run"),
     ({"points": ["clean@3"]}, "points: .* before its end or by sigkill in its last, got 'clean@3'"),
     ({"points": ["clean@1+sigkill@4:after_update"]}, "points: expected .* got 'clean@1.sigkill@4:after_update'"),
-    ({"jobs": -1}, "jobs: expected at least 1, a whole number, got -1"),
+    ({"jobs": -1}, "jobs: expected at least 1, an int, got -1"),
     ({"threads": 0}, "threads: expected at least 1"),
-    ({"steps": "6"}, "steps: expected at least 1, a whole number, got '6'"),
-    ({"resumes": 1.5}, "resumes: expected at least 1, a whole number, got 1.5"),
+    ({"steps": "6"}, "steps: expected at least 1, an int, got '6'"),
+    ({"resumes": 1.5}, "resumes: expected at least 1, an int, got 1.5"),
 ])
 def test_impossible_wishes_are_refused(wishes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

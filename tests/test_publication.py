@@ -1564,18 +1564,24 @@ def test_retention_never_removes_what_was_published_just_now(directory, monkeypa
     assert sorted(contents(directory)) == [generation_name(2)]
 
 
-def test_a_reader_that_retention_outran_looks_again(directory, monkeypatch):
-    store_with(directory, 1, 2, keep_last=2)
+@pytest.mark.parametrize("keep_every", [None, 2], ids=["all go", "an older one stays"])
+def test_a_reader_that_retention_outran_looks_again(directory, monkeypatch, keep_every):
+    store_with(directory, 2, 3, keep_last=2)
     read = publication._verify
 
     def outrun(generation):  # between the reader's list and its first file
         monkeypatch.setattr(publication, "_verify", read)
-        store_with(directory, 3, 4, keep_last=2)
+        store_with(directory, 5, 7, keep_last=1, keep_every=keep_every)
         read(generation)
 
     monkeypatch.setattr(publication, "_verify", outrun)
-    assert Generations(directory).latest().step == 4
-    assert sorted(contents(directory)) == [generation_name(3), generation_name(4)]
+    assert Generations(directory).latest().step == 7
+    assert sorted(contents(directory)) == [generation_name(2)] * bool(keep_every) + [generation_name(7)]
+
+
+def test_where_the_system_has_fewer_errors_the_module_is_imported_all_the_same():
+    code = "import errno; del errno.EUCLEAN; import fault_tolerant_transformer_lab.publication"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_store_exchanged_while_a_rewind_reads_sets_nothing_aside(directory, tmp_path, monkeypatch):
