@@ -1931,9 +1931,10 @@ def _points_of(direct: _Direct, script: Script, wanted: Wanted) -> list[KillPoin
                   else _polled_points(direct.written, wanted))
     points += _random_points(direct.seconds, wanted)
     chosen = [point for point in points if not wanted.only or _ignored("", point.name, wanted.only)]
-    if points and not chosen:
+    strange = [wish for wish in wanted.only if not any(_ignored("", point.name, [wish]) for point in points)]
+    if points and strange:
         raise ValueError(f"only: expected some of {', '.join(point.name for point in points)}, got "
-                         f"{', '.join(wanted.only)}")
+                         f"{', '.join(strange)}")
     return chosen
 
 
