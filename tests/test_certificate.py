@@ -53,6 +53,12 @@ def test_a_certificate_says_what_was_proven_about_what(path: Path, proof: Proof)
     assert document["code"]["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
 
 
+def test_flags_asked_for_as_numbers_are_certified_as_what_they_meant(tmp_path: Path) -> None:
+    proof = prove_restart(example_run, **{**QUICK, "in_process": 1, "knock_out": 0})
+    asked = read_certificate(write_certificate(certificate(proof, example_run), tmp_path / "it.json"))["asked"]
+    assert (asked["in_process"], asked["knock_out"]) == (True, False)
+
+
 def test_equal_proofs_give_equal_bytes(path: Path, tmp_path: Path) -> None:
     again = certificate(prove_restart(example_run, **QUICK), example_run)
     assert write_certificate(again, tmp_path / "again.json").read_bytes() == path.read_bytes()
