@@ -21,8 +21,10 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from glob import escape as literally
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeGuard
 
+import numpy as np
 import torch
 from blake3 import blake3
 from pydantic import BeforeValidator, Field
@@ -352,28 +354,51 @@ def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     raise LoraError("expected a model with adapters, got one without; call adapt(model, config, seed=...) first")
 
 
-def _memory(tensor: Tensor) -> tuple[torch.device, range]:
-    "Where the bytes of a tensor lie, from its first element to its last; nowhere where torch does not tell."
-    begin = memory_address(tensor)
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)) if begin else -1
-    return tensor.device, range(begin, begin + (last + 1) * tensor.itemsize)
+def _memory(tensor: Tensor) -> tuple[str, int, int]:
+    "Where a tensor's bytes lie, from its first to its last; a place of its own where torch does not tell."
+    if not (begin := memory_address(tensor)):
+        return "itself", id(tensor), id(tensor) + 1
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return str(tensor.device), begin, begin + (last + 1) * tensor.itemsize
+
+
+def _share_an_element(one: Tensor, two: Tensor) -> bool | None:
+    "Tell from addresses alone, on any device, whether two tensors share a byte; None where it would take long."
+    if one is two:
+        return True
+    first, second = (np.asarray(SimpleNamespace(__array_interface__={  # nothing is read through it
+        "version": 3, "typestr": f"|V{tensor.itemsize}", "data": (memory_address(tensor), True),
+        "shape": tuple(tensor.shape), "strides": tuple(stride * tensor.itemsize for stride in tensor.stride())}))
+        for tensor in (one, two))
+    try:
+        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]  # the stub has -1 and 0 alone
+    except np.exceptions.TooHardError:
+        return None
+
+
+def _overlaps(model: nn.Module, weights: set[int]) -> Iterator[tuple[tuple[int, str, Tensor], tuple[int, str, Tensor]]]:
+    "Find the pairs of tensors, one of them a weight, of which one begins before the other has ended."
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    begun: list[tuple[str, int, tuple[int, str, Tensor]]] = []
+    for (device, begin, end), i in sorted((_memory(tensor), i) for i, (_, tensor) in enumerate(named)):
+        here = (i, *named[i])
+        begun = [other for other in begun if other[0] == device and other[1] > begin]
+        for *_, there in begun:
+            if not weights.isdisjoint((id(here[2]), id(there[2]))):
+                yield (here, there) if i < there[0] else (there, here)
+        begun.append((device, end, here))
 
 
 def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, after each has been found to have a weight of its own."
     layers = _adapted(model)
     _require_apart(layers, "to be merged")
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    everywhere = [(name, tensor, *_memory(tensor)) for name, tensor in named]
-    for layer in layers.values():
-        here, part = _memory(layer.weight)
-        tied = [(name, tensor) for name, tensor, there, other in everywhere if tensor is layer.weight
-                or (there == here and other.start < part.stop and part.start < other.stop)]
-        if len(tied) > 1:
-            (first, one), (second, two) = tied[:2]
-            raise LoraError(f"{first} and {second} {'are one tensor' if one is two else 'lie in one memory'}: expected "
-                            "a weight of the adapted layer alone, since merging would change the other too; untie "
-                            "them first")
+    pairs = _overlaps(model, {id(layer.weight) for layer in layers.values()})
+    for (_, first, one), (_, second, two) in sorted(pairs, key=lambda pair: (pair[0][0], pair[1][0])):
+        if (shared := _share_an_element(one, two)) is not False:
+            how = "are one tensor" if one is two else f"{'lie' if shared else 'may lie'} in one memory"
+            raise LoraError(f"{first} and {second} {how}: expected a weight of the adapted layer alone, since merging "
+                            f"{'would' if shared else 'may'} change the other too; untie them first")
     return layers
 
 # %% ../nbs/09_lora.ipynb #cell-041

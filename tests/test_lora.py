@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
+from fault_tolerant_transformer_lab import lora
 from fault_tolerant_transformer_lab.checkpoint_file import open_checkpoint, read_manifest, verify
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, load_config, shipped_config
 from fault_tolerant_transformer_lab.contract import (
@@ -458,20 +459,23 @@ def test_an_edit_that_no_counter_sees_is_noticed(edit):
 def beside(other: str) -> nn.Module:
     "Two linear layers whose weights are one, lie in one memory in some way, or beside one another in it."
     memory, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].weight = nn.Parameter(memory[:4])
+    wide = torch.randn(4, 8, dtype=torch.float16 if "float16" in other else torch.float32)
+    model[0].weight = nn.Parameter(wide[:, :4] if "columns" in other else memory[:4])
     if other == "a buffer":
         model[1].register_buffer("shadow", memory[2:6])
         return model
     rest = {"itself": lambda: model[0].weight, "the same memory": lambda: nn.Parameter(memory[:4].t()),
-            "a part of it": lambda: nn.Parameter(memory[3:7]), "the rows after it": lambda: nn.Parameter(memory[4:])}
-    model[1].weight = rest[other]()
+            "a part of it": lambda: nn.Parameter(memory[3:7]), "the rows after it": lambda: nn.Parameter(memory[4:]),
+            "columns beside it": lambda: nn.Parameter(wide[:, 4:]), "columns of it": lambda: nn.Parameter(wide[:, 3:7])}
+    model[1].weight = rest[other.removesuffix(" in float16")]()
     return model
 
 
 @pytest.mark.parametrize("other, told", [
     ("itself", "0.weight and 1.weight are one tensor"), ("the same memory", "0.weight and 1.weight lie in one memory"),
     ("a part of it", "0.weight and 1.weight lie in one memory"), ("the rows after it", ""),
-    ("a buffer", "0.weight and 1.shadow lie in one memory"),
+    ("a buffer", "0.weight and 1.shadow lie in one memory"), ("columns beside it", ""),
+    ("columns beside it in float16", ""), ("columns of it", "0.weight and 1.weight lie in one memory"),
 ])
 def test_a_weight_in_the_memory_of_another_is_not_merged(other, told):
     model = beside(other)
@@ -484,6 +488,49 @@ def test_a_weight_in_the_memory_of_another_is_not_merged(other, told):
         else:
             use(model)
     assert {name: tensor for name, tensor in bits(model).items() if name.startswith("1.")} == others
+
+
+def test_a_tensor_that_lies_within_another_is_found_behind_one_that_only_lies_between():
+    "Sorted by address, the columns beside the weight stand between it and the last of its own columns."
+    wide, model = torch.randn(4, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight, model[1].weight = nn.Parameter(wide[:, :4]), nn.Parameter(wide[:, 4:])
+    model.register_buffer("corner", wide[3, 3:4])
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    with pytest.raises(LoraError, match="0.weight and corner lie in one memory: .* would change"):
+        merge(model)
+
+
+def test_memory_of_which_it_would_take_long_to_tell_is_refused_with_a_may():
+    memory, model = torch.zeros(10**6), nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(memory.as_strided((8, 8), (5482, 3402)))
+    model.register_buffer("shadow", memory.as_strided((6,) * 5, (7004, 731, 1583, 28747, 13749), 1))
+    adapt(model, LoraConfig(rank=1, targets=("0",)), seed=0)
+    with pytest.raises(LoraError, match="0.weight and shadow may lie in one memory: .* may change"):
+        merge(model)
+
+
+def instructions_to_look_for_shared_memory(n_layers: int) -> int:
+    "How many instructions of Python the look takes at a model of so many adapted layers."
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(n_layers)))
+    adapt(model, LoraConfig(rank=1, targets=("*",)), seed=0)
+    count, before = 0, sys.gettrace()
+
+    def tracer(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        lora._to_be_merged(model)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_look_for_shared_memory_does_not_compare_each_layer_with_each():
+    assert instructions_to_look_for_shared_memory(80) < 5 * instructions_to_look_for_shared_memory(20)
 
 
 def test_a_backward_pass_through_merged_adapters_is_refused_in_evaluation_mode_too():
