@@ -347,13 +347,6 @@ def _without_gradient(y: Tensor, *adapters: Tensor) -> Tensor:
     return _NoGradient.apply(y, *adapters) if wanted else y
 
 # %% ../nbs/09_lora.ipynb #cell-040
-def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    "The adapted layers, of which there must be some."
-    if layers := lora_layers(model):
-        return layers
-    raise LoraError("expected a model with adapters, got one without; call adapt(model, config, seed=...) first")
-
-
 def _memory(tensor: Tensor) -> tuple[str, int, int]:
     "Where a tensor's bytes lie, from its first to its last; a place of its own where torch does not tell."
     if not (begin := memory_address(tensor)):
@@ -388,6 +381,13 @@ def _overlaps(model: nn.Module, weights: set[int]) -> Iterator[tuple[tuple[int, 
                 yield (here, there) if i < there[0] else (there, here)
         begun.append((device, end, here))
 
+# %% ../nbs/09_lora.ipynb #cell-042
+def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    "The adapted layers, of which there must be some."
+    if layers := lora_layers(model):
+        return layers
+    raise LoraError("expected a model with adapters, got one without; call adapt(model, config, seed=...) first")
+
 
 def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, after each has been found to have a weight of its own."
@@ -401,7 +401,7 @@ def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
                             f"{'would' if shared else 'may'} change the other too; untie them first")
     return layers
 
-# %% ../nbs/09_lora.ipynb #cell-041
+# %% ../nbs/09_lora.ipynb #cell-043
 def merge(
     model: nn.Module,  # changed in place, also by `unmerge`
 ) -> None:
@@ -426,13 +426,13 @@ def merged_state(
     state = {name: tensor for name, tensor in model.state_dict().items() if not _is_adapters(name, layers)}
     return state | {f"{name}.weight": _merged_weight(layer) for name, layer in layers.items()}
 
-# %% ../nbs/09_lora.ipynb #cell-060
+# %% ../nbs/09_lora.ipynb #cell-062
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     "Parameters, and the buffers that a state dict holds, by name; a tied parameter once."
     saved = model.state_dict(keep_vars=True)
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
 
-# %% ../nbs/09_lora.ipynb #cell-061
+# %% ../nbs/09_lora.ipynb #cell-063
 def base_digest(
     model: nn.Module,  # with or without adapters, not merged
 ) -> str:  # 64 hexadecimal digits
@@ -446,7 +446,7 @@ def base_digest(
     tensors = {name: tensor.detach() for name, tensor in saved.items() if not _is_adapters(name, layers)}
     return state_digest(Snapshot(0, None, {"base": tensors}, {}, {}, {}, ()))
 
-# %% ../nbs/09_lora.ipynb #cell-063
+# %% ../nbs/09_lora.ipynb #cell-065
 class AdapterState(nn.Module):
     "What changes while a base is frozen, as a participant: adapters, all else that is trainable, and saved buffers."
 
@@ -533,7 +533,7 @@ class AdapterState(nn.Module):
         self._seen = None  # torch does not count what is written through `.data`
         self._require_told()
 
-# %% ../nbs/09_lora.ipynb #cell-067
+# %% ../nbs/09_lora.ipynb #cell-069
 class TuningRun(TrainingRun):
     "The lab's training run with all parameters trained, or with adapters on a frozen base."
 
@@ -571,7 +571,7 @@ def tuning_run(
     "Make a `TuningRun` for `prove_restart`: `functools.partial(tuning_run, config=..., lora=...)`."
     return TuningRun(config, lora)
 
-# %% ../nbs/09_lora.ipynb #cell-076
+# %% ../nbs/09_lora.ipynb #cell-078
 _GPT2_MODULES = {
     "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head",
@@ -611,7 +611,7 @@ def gpt2_state(
             state[f"{gpt2_name(module)}.{last}"] = tensor.t().contiguous() if is_conv1d else tensor
     return state
 
-# %% ../nbs/09_lora.ipynb #cell-078
+# %% ../nbs/09_lora.ipynb #cell-080
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # What these say otherwise would make another function of the same tensors.
 _PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
@@ -642,7 +642,7 @@ def _renamer(layout: Layout) -> Callable[[str], str]:
         raise LoraError(f"layout: expected lab or gpt2, got {shown(layout)}")
     return gpt2_name if layout == "gpt2" else str
 
-# %% ../nbs/09_lora.ipynb #cell-079
+# %% ../nbs/09_lora.ipynb #cell-081
 def peft_files(
     model: nn.Module,  # with adapters, all of one rank and alpha
     *,
@@ -686,7 +686,7 @@ def export_peft(
     for name, data in peft_files(model, layout=layout, base=base).items():
         write_atomically(Path(directory) / name, data)
 
-# %% ../nbs/09_lora.ipynb #cell-082
+# %% ../nbs/09_lora.ipynb #cell-084
 def _is_number(value: object) -> TypeGuard[int | float]:
     "Whether a value out of JSON is a number; true is none."
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -735,7 +735,7 @@ def _peft_layers(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout
                         f"this model has, got {shown(', '.join(odd[:3]) or 'nothing')}; check layout and base model")
     return {known[layer]: layer for layer in sorted(wanted)}
 
-# %% ../nbs/09_lora.ipynb #cell-084
+# %% ../nbs/09_lora.ipynb #cell-086
 def _read_peft(directory: Path) -> tuple[bytes, bytes]:
     "Both files of an adapter, of which the second has been found to be a safetensors file."
     if directory.exists() and not directory.is_dir():
@@ -788,7 +788,7 @@ def _warn_of_rounding(model: nn.Module, layers: Mapping[str, str], tensors: Mapp
                       "an adapter has the type of its layer: it computes otherwise than where it was trained; convert "
                       "the base to the adapters' type first to keep them", stacklevel=3)
 
-# %% ../nbs/09_lora.ipynb #cell-085
+# %% ../nbs/09_lora.ipynb #cell-087
 def import_peft(
     model: nn.Module,  # the base, without adapters; changed in place
     directory: Path | str,  # with the two files that PEFT writes
@@ -817,7 +817,7 @@ def import_peft(
             layer.lora_B.copy_(tensors[f"{layers[name]}.lora_B.weight"])
     return config
 
-# %% ../nbs/09_lora.ipynb #cell-090
+# %% ../nbs/09_lora.ipynb #cell-092
 @dataclass(frozen=True)
 class Arm:
     "One arm of the comparison, at its end."
@@ -846,7 +846,7 @@ class Arm:
         return plain | {"losses": list(self.losses), "initial_loss": self.losses[0], "final_loss": self.losses[-1],
                         "tensor_bytes": self.tensor_bytes}
 
-# %% ../nbs/09_lora.ipynb #cell-092
+# %% ../nbs/09_lora.ipynb #cell-094
 @dataclass(frozen=True)
 class TuningComparison:
     "Full tuning and adapters from one start: what was trained, what it cost, and where it ended."
@@ -885,7 +885,7 @@ class TuningComparison:
         shared = f"shared start: base {start.base_digest[:12]}, batches {start.batch_digest[:12]}"
         return "\n".join([*lines, shared])
 
-# %% ../nbs/09_lora.ipynb #cell-094
+# %% ../nbs/09_lora.ipynb #cell-096
 class TuningInterrupted(Interrupted):
     """A signal asked a comparison to stop; the arm under way has saved what was completed.
 
@@ -896,7 +896,7 @@ class TuningInterrupted(Interrupted):
         return (f"{signal_name(self.signal)} after step {self.step} of an arm: {saved}; repeat it with the same folder "
                 "to go on")
 
-# %% ../nbs/09_lora.ipynb #cell-096
+# %% ../nbs/09_lora.ipynb #cell-098
 class _Clock:
     "The time that went into an arm up to a saved step, over all calls; steps that were lost are not in it."
 
@@ -928,7 +928,7 @@ class _Clock:
             write_atomically(self.path, json.dumps({"step": step, "seconds": self.spent}).encode())
         self.since = time.perf_counter()
 
-# %% ../nbs/09_lora.ipynb #cell-098
+# %% ../nbs/09_lora.ipynb #cell-100
 def _train_arm(run: TuningRun, store: CheckpointStore, stop: StopRequest, clock: _Clock) -> None:
     "From where the run is to its last step; a signal stops it after a step, saved."
     steps, saved, every = run.config.steps, run.progress.step, run.config.cadence("a comparison")
@@ -968,7 +968,7 @@ def _arm(run: TuningRun, folder: Path, stop: StopRequest) -> Arm:
         steps_done=run.progress.step - (resumed or 0), resumed_from=resumed, base_digest=run.base_digest,
         batch_digest=run.progress.batch_digest, state_digest=manifest.state_digest)
 
-# %% ../nbs/09_lora.ipynb #cell-100
+# %% ../nbs/09_lora.ipynb #cell-102
 @contextmanager
 def _folder_for(directory: Path | str | None) -> Iterator[Path]:
     "The given folder, or one that is gone afterwards."
@@ -1008,7 +1008,7 @@ def _require_shared_start(arms: Mapping[str, Arm]) -> None:
         raise TrainingError(f"loss of the first step: expected the same for both arms, got {shown(first)}; an adapter "
                             "must change nothing before the first update")
 
-# %% ../nbs/09_lora.ipynb #cell-101
+# %% ../nbs/09_lora.ipynb #cell-103
 def compare_tuning(
     config: ExperimentConfig,  # model, data, seed and optimizer of both arms
     *,

@@ -1581,7 +1581,7 @@ def test_a_reader_that_retention_outran_looks_again(directory, monkeypatch, keep
 
 def test_where_the_system_has_fewer_errors_the_module_is_imported_all_the_same():
     code = "import errno; del errno.EUCLEAN; import fault_tolerant_transformer_lab.publication"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_store_exchanged_while_a_rewind_reads_sets_nothing_aside(directory, tmp_path, monkeypatch):
