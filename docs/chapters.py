@@ -76,11 +76,12 @@ class Alternatives(Processor):
 
     def cell(self, cell: object) -> None:
         if cell.cell_type == "code" and any("image/png" in output.get("data", {}) for output in cell.outputs):
-            cell.metadata["mystnb"] = {"image": {"alt": "; ".join(_titles(cell.source)) or _screenshot(cell) or "Plot"}}
+            cell.metadata["mystnb"] = {"image": {"alt": _told(cell) or "; ".join(_titles(cell.source)) or "Plot"}}
 
 
-def _screenshot(cell: object) -> str:
-    return "What the browser shows" if "--screenshot=" in cell.source else ""
+def _told(cell: object) -> str:
+    "What the cell itself says of its picture, by Quarto's `#| fig-alt: ...`."
+    return " ".join(cell.directives_.get("fig-alt:", []))
 
 
 def _titles(source: str) -> Iterator[str]:

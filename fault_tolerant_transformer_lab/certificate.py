@@ -98,7 +98,6 @@ def load_target(
 # %% ../nbs/07b_certificate.ipynb #cell-019
 FORMAT = "fttl restart certificate"
 SCHEMA_VERSION = 1
-_FLAGS = ("knock_out", "in_process")  # of the proofs, which take 1 and 0 for True and False too
 
 
 def certificate(
@@ -112,7 +111,6 @@ def certificate(
         raise ValueError(f"certificate: expected a proof in full mode, got one in {proof.mode} mode with horizon "
                          f"{proof.facts.get('horizon')}, which does not see what shows later; use mode='full'")
     facts = proof.facts
-    asked = {name: bool(value) if name in _FLAGS else value for name, value in (facts.get("asked") or {}).items()}
     digests = facts.get("step_digests", [])
     if isinstance(target, ExperimentConfig):
         about: dict[str, Any] = {"kind": "training", "config": target.describe()}
@@ -123,7 +121,7 @@ def certificate(
         "format": FORMAT, "schema_version": SCHEMA_VERSION,
         "tool": {"name": "fault-tolerant-transformer-lab", "version": __version__},
         "verdict": str(proof.verdict), "reason": proof.reason, "target": about, "code": code,
-        "environment": facts.get("environment"), "asked": asked,
+        "environment": facts.get("environment"), "asked": facts.get("asked"),
         "digests": digests, "root": root_of(digests), "cost": facts.get("cost"), **claims_of(proof),
     }
 
@@ -213,7 +211,7 @@ _ASKED: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("steps", "horizon", "resumes", "save_every", "threads"), _is_count),
     **dict.fromkeys(("how", "points", "boundaries", "expendable"), _are_words),
     **dict.fromkeys(("mode", "operations"), lambda value: isinstance(value, str)),
-    **dict.fromkeys(_FLAGS, lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("knock_out", "in_process"), lambda value: isinstance(value, bool)),
     "interrupt_at": lambda value: value in (None, "every") or isinstance(value, list) and all(map(_is_count, value)),
 }
 

@@ -7,7 +7,8 @@ __all__ = ['TreePath', 'State', 'MAX_STATE_DEPTH', 'DTYPES', 'TensorKey', 'Check
            'CheckpointMismatchError', 'EnvironmentMismatchError', 'format_path', 'walk', 'state_tree', 'memory_address',
            'tensor_key', 'StoredTensor', 'MemoryTensor', 'Segment', 'Snapshot', 'SavedState', 'map_tensors', 'freeze',
            'Stateful', 'Progress', 'RandomGenerators', 'generators_undisturbed', 'NamedGenerator',
-           'environment_identity', 'PlainState', 'Accumulation', 'ModuleFlags', 'Contract']
+           'environment_identity', 'memory_reach', 'overlapping', 'PlainState', 'Accumulation', 'ModuleFlags',
+           'Contract']
 
 # %% ../nbs/03_contract.ipynb #cell-003
 import hashlib
@@ -17,7 +18,7 @@ import random
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, time, timedelta
@@ -627,7 +628,6 @@ class NamedGenerator:
             raise ContractError(f"expected a torch.Generator, numpy.random.Generator or random.Random, got "
                                 f"{_named(generator)}; give the generator itself")
 
-
     def state_dict(self) -> dict[str, Any]:
         "The kind of generator and its state; nothing is drawn."
         if self.kind == "torch":
@@ -1088,7 +1088,9 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _reach(tensor: Tensor) -> tuple[Any, range]:  # a strided tensor that is not empty
+def memory_reach(
+    tensor: Tensor,  # a strided tensor that is not empty
+) -> tuple[tuple[str, int], range]:  # its memory's device and address, and bytes in there
     "The memory that a tensor is a part of, and the bytes of it from its first to its last element."
     first, size = int(tensor.storage_offset()), tensor.itemsize
     last = first + sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
@@ -1098,19 +1100,28 @@ def _reach(tensor: Tensor) -> tuple[Any, range]:  # a strided tensor that is not
 _Leaf: TypeAlias = tuple[TreePath, Tensor, Any]  # a live tensor with its path, and what the checkpoint has for it
 
 
+def overlapping(
+    reaches: Iterable[tuple[Hashable, range]],  # for each of many the memory that it is in, and where in there
+) -> Iterator[tuple[int, int]]:  # two of their numbers, counted from 0; first whichever begins first
+    "Find the pairs of which one begins before the other has ended, without a comparison of each with each."
+    groups: dict[Hashable, list[tuple[range, int]]] = {}
+    for number, (whole, part) in enumerate(reaches):
+        groups.setdefault(whole, []).append((part, number))
+    for group in groups.values():
+        reaching = list[tuple[range, int]]()  # those that go beyond where the next one starts
+        for part, number in sorted(group, key=lambda one: one[0].start):
+            reaching = [one for one in reaching if one[0].stop > part.start]
+            yield from ((other, number) for _, other in reaching)
+            reaching.append((part, number))
+
+
 def _pairs_in_one_memory(live: Mapping[str, State], saved: Mapping[str, State]) -> Iterator[tuple[_Leaf, _Leaf]]:
     "Live tensors that may overlap, and that are two in the checkpoint."
-    groups: dict[Any, list[tuple[range, _Leaf]]] = {}
-    for path, leaf in walk(dict(live)):
-        if isinstance(leaf, Tensor) and not _tensor_refusal(leaf) and leaf.numel():
-            whole, part = _reach(leaf)
-            groups.setdefault(whole, []).append((part, (path, leaf, _at(saved, path))))
-    for group in groups.values():
-        reaching = list[tuple[range, _Leaf]]()  # those that go beyond where the next one starts
-        for part, leaf_here in sorted(group, key=lambda one: one[0].start):
-            reaching = [one for one in reaching if one[0].stop > part.start]
-            yield from ((other, leaf_here) for _, other in reaching if other[2] is not leaf_here[2])
-            reaching.append((part, leaf_here))
+    leaves = [(path, leaf, _at(saved, path)) for path, leaf in walk(dict(live))
+              if isinstance(leaf, Tensor) and not _tensor_refusal(leaf) and leaf.numel()]
+    for first, second in overlapping(memory_reach(leaf) for _, leaf, _ in leaves):
+        if leaves[first][2] is not leaves[second][2]:
+            yield leaves[first], leaves[second]
 
 
 def _memory_differences(live: Mapping[str, State], saved: Mapping[str, State]) -> list[Drift]:
@@ -1119,7 +1130,7 @@ def _memory_differences(live: Mapping[str, State], saved: Mapping[str, State]) -
     for pair in _pairs_in_one_memory(live, saved):
         if not all(_is_tensor(there) for _, _, there in pair):
             continue
-        reaches = [_reach(leaf)[1] for _, leaf, _ in pair]
+        reaches = [memory_reach(leaf)[1] for _, leaf, _ in pair]
         begin = min(reach.start for reach in reaches) // 16 * 16  # bytes; a multiple of the size of any element
         memory = torch.UntypedStorage(max(reach.stop for reach in reaches) - begin)
         values = [there if isinstance(there, Tensor) else there.load() for _, _, there in pair]
@@ -1333,7 +1344,7 @@ _Place: TypeAlias = tuple[TreePath, Any, range]  # where a mutable value stands,
 def _mutable_values(value: Any, path: TreePath) -> Iterator[_Place]:
     "Every list, dict and tensor in a tree."
     if isinstance(value, Tensor) and value.numel() and _tensor_refusal(value) is None:
-        yield path, *_reach(value)
+        yield path, *memory_reach(value)
     if isinstance(value, list | dict):
         yield path, id(value), range(1)
     if isinstance(value, list | tuple | dict):

@@ -179,18 +179,24 @@ def read_point(
     for text in point.split("+"):
         head, *rest = text.split(":")
         how, _, step = head.partition("@")
-        known = how in _STOPPED_BY and step.isdecimal() and int(step) > 0 and len(rest) in (0, 1, 4)
-        if known and how != "clean":
-            known = len(rest) > 0 and rest[0] in PLACES and (len(rest) == 4) == (rest[0] == "during_write")
-            known = known and (how == "sigkill" or rest[0] != "during_write")
-        if known and len(rest) == 4:
-            known = rest[1] != "" and rest[2].isdecimal() and int(rest[2]) > 0 and rest[3] in ("before", "after")
-        if not known or (how == "clean" and rest):
+        if how == "clean":
+            known = not rest
+        elif rest[:1] == ["during_write"]:
+            known = (how == "sigkill" and len(rest) == 4 and rest[1] != "" and _counts(rest[2])
+                     and rest[3] in ("before", "after"))
+        else:
+            known = len(rest) == 1 and rest[0] in PLACES
+        if not (known and how in _STOPPED_BY and _counts(step)):
             raise ValueError(f"point: expected places such as clean@3, sigkill@3:after_update or "
                              f"sigkill@3:during_write:fsync:1:before, joined by +, got {point!r}")
         stop = Interruption(int(step), rest[0] if rest else "step boundary", cast(_How, how))
         stops.append(replace(stop, operation=rest[1], occurrence=int(rest[2]), moment=rest[3]) if rest[1:] else stop)
     return tuple(stops)
+
+
+def _counts(text: str) -> bool:
+    "Whether it is a number from 1 on."
+    return text.isdecimal() and int(text) > 0
 
 # %% ../nbs/07_equivalence.ipynb #cell-029
 class _Passes:
@@ -1929,18 +1935,18 @@ def prove_restart(
     Raises `TypeError` where `make_run` cannot be sent to a child process, `ValueError` for impossible wishes,
     `FileExistsError` where there is something in the directory.
     """
-    _check_numbers(steps=steps, save_every=save_every, resumes=resumes, horizon=horizon, threads=threads,
-                   jobs=1 if jobs is None else jobs)
+    jobs = usable_cores() if jobs is None else jobs
+    _check_numbers(steps=steps, save_every=save_every, resumes=resumes, horizon=horizon, threads=threads, jobs=jobs)
     clean_only = in_process or mode == "inductive"
     ways = _chosen_ways("clean" if clean_only and how == "both" else how, ("clean",) if in_process else _RESTART_WAYS)
     asked = {"steps": steps, "interrupt_at": _listed(interrupt_at), "how": ways,
              "mode": mode, "horizon": horizon, "resumes": resumes, "save_every": save_every, "points": list(points),
              "boundaries": _chosen_boundaries(boundaries), "expendable": list(expendable), "operations": operations,
-             "knock_out": knock_out, "threads": threads, "in_process": bool(in_process)}
+             "knock_out": bool(knock_out), "threads": threads, "in_process": bool(in_process)}
     wishes, driver = _wishes_of(asked), ContractDriver(make_run, steps, save_every)
     if not in_process:
         _check_picklable(driver)
-    bench = Bench(driver, jobs or usable_cores(), in_process, hang_timeout)
+    bench = Bench(driver, jobs, in_process, hang_timeout)
     with workspace_for(directory) as workspace:
         prover = Prover(bench, workspace, steps, threads, directory is not None, asked=asked)
         return prove(prover, wishes, progress_bar)
@@ -2056,7 +2062,8 @@ def prove_training(
 
     Raises `ValueError` for impossible wishes, `FileExistsError` where there is something in the directory.
     """
-    _check_numbers(resumes=resumes, threads=threads, jobs=1 if jobs is None else jobs)
+    jobs = usable_cores() if jobs is None else jobs
+    _check_numbers(resumes=resumes, threads=threads, jobs=jobs)
     ways, save_every = _chosen_ways(how, ("clean", "sigterm", "sigkill")), config.cadence("a proof")
     if interrupt_at is None:
         chosen, disk_steps = _middle_steps(config.steps, save_every), list(range(1, config.steps + 1))
@@ -2065,10 +2072,10 @@ def prove_training(
     wishes = Wishes(chosen, ways, resumes, operations, knock_out, disk_steps,
                     points=_read_points(points, config.steps, ways), expendable=_unused_by(config),
                     besides=telling_places(config) if interrupt_at is None else ())
-    bench = Bench(TrainingDriver(config), jobs or usable_cores(), False, hang_timeout)
+    bench = Bench(TrainingDriver(config), jobs, False, hang_timeout)
     asked = {"interrupt_at": None if interrupt_at is None else chosen, "how": ways, "resumes": resumes,
-             "points": [point_of(stops) for stops in wishes.points], "operations": operations, "knock_out": knock_out,
-             "threads": threads}
+             "points": [point_of(stops) for stops in wishes.points], "operations": operations,
+             "knock_out": bool(knock_out), "threads": threads}
     with workspace_for(directory) as workspace:
         prover = Prover(bench, workspace, config.steps, threads, directory is not None, asked=asked)
         return prove(prover, wishes, progress_bar)

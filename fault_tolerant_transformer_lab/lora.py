@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -46,7 +46,14 @@ from fault_tolerant_transformer_lab.config import (
     parse_json_object,
     shown,
 )
-from .contract import Contract, RandomGenerators, Snapshot, memory_address
+from fault_tolerant_transformer_lab.contract import (
+    Contract,
+    RandomGenerators,
+    Snapshot,
+    memory_address,
+    memory_reach,
+    overlapping,
+)
 from .data import keyed_bytes
 from .model import Transformer, n_parameters
 from .publication import CheckpointStore, place_of, write_atomically
@@ -347,12 +354,12 @@ def _without_gradient(y: Tensor, *adapters: Tensor) -> Tensor:
     return _NoGradient.apply(y, *adapters) if wanted else y
 
 # %% ../nbs/09_lora.ipynb #cell-040
-def _memory(tensor: Tensor) -> tuple[str, int, int]:
-    "Where a tensor's bytes lie, from its first to its last; a place of its own where torch does not tell."
-    if not (begin := memory_address(tensor)):
-        return "itself", id(tensor), id(tensor) + 1
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return str(tensor.device), begin, begin + (last + 1) * tensor.itemsize
+def _memory(tensor: Tensor) -> tuple[Hashable, range]:
+    "The addresses of a tensor's bytes on its device; a place of its own where torch does not tell."
+    if not memory_address(tensor):
+        return id(tensor), range(1)
+    (device, begin), part = memory_reach(tensor)
+    return device, range(begin + part.start, begin + part.stop)
 
 
 def _share_an_element(one: Tensor, two: Tensor) -> bool | None:
@@ -368,19 +375,6 @@ def _share_an_element(one: Tensor, two: Tensor) -> bool | None:
     except np.exceptions.TooHardError:
         return None
 
-
-def _overlaps(model: nn.Module, weights: set[int]) -> Iterator[tuple[tuple[int, str, Tensor], tuple[int, str, Tensor]]]:
-    "Find the pairs of tensors, one of them a weight, of which one begins before the other has ended."
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    begun: list[tuple[str, int, tuple[int, str, Tensor]]] = []
-    for (device, begin, end), i in sorted((_memory(tensor), i) for i, (_, tensor) in enumerate(named)):
-        here = (i, *named[i])
-        begun = [other for other in begun if other[0] == device and other[1] > begin]
-        for *_, there in begun:
-            if not weights.isdisjoint((id(here[2]), id(there[2]))):
-                yield (here, there) if i < there[0] else (there, here)
-        begun.append((device, end, here))
-
 # %% ../nbs/09_lora.ipynb #cell-042
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, of which there must be some."
@@ -393,8 +387,12 @@ def _to_be_merged(model: nn.Module) -> dict[str, LoraLinear]:
     "The adapted layers, after each has been found to have a weight of its own."
     layers = _adapted(model)
     _require_apart(layers, "to be merged")
-    pairs = _overlaps(model, {id(layer.weight) for layer in layers.values()})
-    for (_, first, one), (_, second, two) in sorted(pairs, key=lambda pair: (pair[0][0], pair[1][0])):
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    weights = {id(layer.weight) for layer in layers.values()}
+    for pair in sorted(map(sorted, overlapping(_memory(tensor) for _, tensor in named))):
+        (first, one), (second, two) = (named[i] for i in pair)
+        if weights.isdisjoint((id(one), id(two))):
+            continue
         if (shared := _share_an_element(one, two)) is not False:
             how = "are one tensor" if one is two else f"{'lie' if shared else 'may lie'} in one memory"
             raise LoraError(f"{first} and {second} {how}: expected a weight of the adapted layer alone, since merging "

@@ -58,7 +58,6 @@ _REMEDIES = {
     errno.EACCES: "give this user write permission on the directory or choose another one",
     errno.EPERM: "give this user write permission on the directory (immutable flag?) or choose another one",
     errno.EBUSY: "something is mounted there or holds it: unmount it, or choose another directory",
-
     errno.EMFILE: "the process has too many files open: raise `ulimit -n` or close some",
     errno.ENFILE: "the machine has too many files open: raise fs.file-max or close some",
     errno.EFBIG: "the file would pass a size limit: raise `ulimit -f`, or use a file system with larger files",
