@@ -20,6 +20,7 @@ TRAINERS = {
     "plain loop": ("plain_loop.py", (), "ckpt.pt", "torch"),
     "plain loop, flawed": ("plain_loop_flawed.py", (), "ckpt.pt", "torch"),
     "Hugging Face Trainer": ("hf_trainer.py", (), "checkpoint-*", "transformers"),
+    "Hugging Face Trainer, mended": ("hf_trainer.py", ("--mended",), "checkpoint-*", "transformers"),
     "Accelerate": ("accelerate_loop.py", (), "step-*", "accelerate"),
     "Accelerate, mended": ("accelerate_loop.py", ("--mended",), "step-*", "accelerate"),
     "Lightning": ("lightning_trainer.py", (), "step=*.ckpt", "lightning"),

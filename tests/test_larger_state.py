@@ -584,12 +584,19 @@ def make_run(directory: Path, kind: str) -> System:
     return KINDS[kind].build(newest)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HERE if "workers" not in kind.name], ids=by_name)
+# What its workers have read ahead is no state, since they read it again; but it lies in the loader, so the audit asks.
+IN_FLIGHT = {"StatefulDataLoader, 2 workers": "state outside the contract did not survive: loader._iterator._task_info"}
+
+
+@pytest.mark.parametrize("kind", HERE, ids=by_name)
 def test_every_kind_is_judged_by_the_proof_of_restarts_and_missed_in_it_when_it_is_lost(kind):
     proof = prove_restart(partial(make_run, kind=kind.name), steps=kind.steps, interrupt_at=[kind.stop or 1],
                           how="clean", resumes=1, in_process=True, progress_bar=False)
     if not kind.resumes:
         assert proof.verdict is Verdict.DIVERGENT, str(proof)
+        return
+    if kind.name in IN_FLIGHT:
+        assert proof.verdict is Verdict.NOT_EXERCISED and IN_FLIGHT[kind.name] in str(proof), str(proof)
         return
     # SGD without momentum keeps nothing, and not each run draws from the global generators
     idle = set(proof.not_exercised)
