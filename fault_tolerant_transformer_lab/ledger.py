@@ -22,7 +22,7 @@ from typing import Any, Literal
 from .contract import CheckpointError
 from .publication import Disk, PublicationError, place_of, write_atomically, write_fully
 
-# %% ../nbs/05b_ledger.ipynb #cell-009
+# %% ../nbs/05b_ledger.ipynb #cell-012
 PHASES = ("useful", "replayed", "stalled", "restoring", "waiting")
 Phase = Literal["useful", "replayed", "stalled", "restoring", "waiting"]
 ENDS = ("running", "finished", "stopped", "failed")  # "running": alive, or killed and never heard of again
@@ -53,7 +53,7 @@ class Attempt:
         "One line of the ledger."
         return asdict(self)
 
-# %% ../nbs/05b_ledger.ipynb #cell-011
+# %% ../nbs/05b_ledger.ipynb #cell-014
 def attempt_from_line(
     line: bytes,  # of `ledger.jsonl`, with its line break
 ) -> Attempt | None:  # None for anything else than a whole line
@@ -76,7 +76,7 @@ def attempt_from_line(
         return None
     return Attempt(**found)
 
-# %% ../nbs/05b_ledger.ipynb #cell-015
+# %% ../nbs/05b_ledger.ipynb #cell-018
 @dataclass(frozen=True)
 class Account:
     "What a ledger says of a run, over all its attempts."
@@ -134,7 +134,7 @@ class Account:
             "dropped_lines": self.dropped, "attempts": [attempt.to_plain() for attempt in self.attempts],
         }
 
-# %% ../nbs/05b_ledger.ipynb #cell-020
+# %% ../nbs/05b_ledger.ipynb #cell-023
 _MOST_BYTES = 256 << 20  # a ledger grows by a line or so with each half per cent of an attempt
 
 
@@ -175,7 +175,7 @@ def account_of(
             latest[found.number] = found
     return Account(tuple(latest[number] for number in sorted(latest)), dropped)
 
-# %% ../nbs/05b_ledger.ipynb #cell-024
+# %% ../nbs/05b_ledger.ipynb #cell-027
 class StopWatch:
     "Times the phases of one attempt. Invariant: exactly one phase runs at every instant, so they add up to its time."
 
@@ -236,7 +236,7 @@ class StopWatch:
         self._now.seconds[self._stack[-1]] += now - self._mark
         self._mark = now
 
-# %% ../nbs/05b_ledger.ipynb #cell-029
+# %% ../nbs/05b_ledger.ipynb #cell-032
 _logger = logging.getLogger(__name__)
 
 
@@ -291,7 +291,7 @@ class _LedgerFile:
                 self.problem = f"{self.path.name}: {error.operation} failed, {error.reason}; {error.remedy}"
                 _logger.warning("%s. The run goes on, and its time is no longer written down", self.problem)
 
-# %% ../nbs/05b_ledger.ipynb #cell-031
+# %% ../nbs/05b_ledger.ipynb #cell-034
 class WrittenWatch(StopWatch):
     "A stop-watch with a file, in which `record` writes what is known."
 
@@ -350,7 +350,7 @@ class WrittenWatch(StopWatch):
             self.record()
             self._file.close()
 
-# %% ../nbs/05b_ledger.ipynb #cell-033
+# %% ../nbs/05b_ledger.ipynb #cell-036
 _SHARE_BETWEEN_LINES = 0.005  # of the attempt's time
 
 
@@ -383,7 +383,7 @@ class Ledger(WrittenWatch):
         if now - self._written >= _SHARE_BETWEEN_LINES * (now - self._start):
             self.record()
 
-# %% ../nbs/05b_ledger.ipynb #cell-049
+# %% ../nbs/05b_ledger.ipynb #cell-052
 def duration(
     seconds: float,  # finite; its sign is kept
 ) -> str:  # such as "12 us", "37 ms", "4.2 s", "12 min 05 s", "3 h 07 min", "54 d 02 h"
