@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .config import ConfigError
 from .ledger import Account, duration
 
-# %% ../nbs/05c_interval.ipynb #cell-007
+# %% ../nbs/05c_interval.ipynb #cell-010
 class PlanError(ConfigError):
     """An input that no plan can be made for; the message says what was expected, what arrived, and the remedy.
 
@@ -56,7 +56,7 @@ def optimal_interval(
         x = following
     return max(x * mtbf, min(commit_delay, mtbf))  # while saves wait, goodput grows as t exp(-t / mtbf)
 
-# %% ../nbs/05c_interval.ipynb #cell-012
+# %% ../nbs/05c_interval.ipynb #cell-015
 def step_seconds_of(
     account: Account,  # of a run
 ) -> float:  # seconds
@@ -76,7 +76,7 @@ def stall_seconds_of(
         raise PlanError("the ledger: expected at least one save, got none; let the run save once first")
     return account.seconds["stalled"] / saves
 
-# %% ../nbs/05c_interval.ipynb #cell-017
+# %% ../nbs/05c_interval.ipynb #cell-020
 DEFAULT_PRIOR_MTBF = 86_400.0  # seconds: one failure a day, until a run knows better
 
 
@@ -94,7 +94,7 @@ def estimated_mtbf(
         return (prior + under_way) / (1 + n)
     return math.exp((math.log(prior) + n * math.log(life)) / (1 + n))
 
-# %% ../nbs/05c_interval.ipynb #cell-021
+# %% ../nbs/05c_interval.ipynb #cell-024
 _ENOUGH_SAVES = 5  # for an attempt to believe the ones before it at once
 
 
