@@ -31,7 +31,7 @@ from fault_tolerant_transformer_lab.contract import (
     walk,
 )
 
-# %% ../nbs/06a_observation.ipynb #cell-007
+# %% ../nbs/06a_observation.ipynb #cell-011
 def leaf_text(
     leaf: Any,  # a tensor or a plain value of a state tree
 ) -> str:  # short, and equal exactly when the leaves are bitwise equal
@@ -44,7 +44,7 @@ def leaf_text(
     text = leaf.hex() if isinstance(leaf, bytes) else repr(leaf)
     return text if len(text) <= 40 else f"{type(leaf).__name__} {blake3(text.encode()).hexdigest()[:32]}"
 
-# %% ../nbs/06a_observation.ipynb #cell-011
+# %% ../nbs/06a_observation.ipynb #cell-015
 _LEAVES = (bool, int, float)
 _OPAQUE = (str, bytes, bytearray, type, types.ModuleType, types.BuiltinFunctionType, Contract, Progress)
 _ENTERED = (nn.Module, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.utils.data.Dataset)
@@ -87,7 +87,7 @@ def _fields(value: object) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(value, name)
     yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
 
-# %% ../nbs/06a_observation.ipynb #cell-013
+# %% ../nbs/06a_observation.ipynb #cell-017
 def _module_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
     "Parameters, buffers and submodules under their own names, then what else was set on the module."
     for held in (module._parameters, module._buffers, module._modules):
@@ -128,7 +128,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, _ENTERED) or not _is_foreign(value):
         yield from _fields(value)
 
-# %% ../nbs/06a_observation.ipynb #cell-015
+# %% ../nbs/06a_observation.ipynb #cell-019
 def reachable(
     roots: Mapping[str, object],  # where to begin, by the name that begins each path
 ) -> Iterator[tuple[str, Any]]:  # path, and a tensor, a NumPy array, a generator, or a number
@@ -151,7 +151,7 @@ def reachable(
         else:
             waiting.extend((path + piece, part) for piece, part in _parts(value))
 
-# %% ../nbs/06a_observation.ipynb #cell-019
+# %% ../nbs/06a_observation.ipynb #cell-023
 @dataclass(frozen=True)
 class Undeclared:
     "State that a run's object leads to and no participant holds, by path, each as one line."
@@ -164,7 +164,7 @@ class Undeclared:
         "The three as JSON data."
         return {"tensors": self.tensors, "generators": self.generators, "numbers": self.numbers}
 
-# %% ../nbs/06a_observation.ipynb #cell-021
+# %% ../nbs/06a_observation.ipynb #cell-025
 class Auditor:
     "Finds what a run holds outside its contract. Draws and changes nothing, and hashes only what may have changed."
 
@@ -215,7 +215,7 @@ class Auditor:
         kept[key] = self._known.get(key) or leaf_text(value)
         return kept[key]
 
-# %% ../nbs/06a_observation.ipynb #cell-023
+# %% ../nbs/06a_observation.ipynb #cell-027
 def _memory(
     tensor: Tensor,  # with or without a storage
 ) -> object:  # equal for views of one memory
@@ -262,7 +262,7 @@ def _declared_texts(
     held = [part.generator for part in contract.participants.values() if isinstance(part, NamedGenerator)]
     return texts | {_generator_text(generator) for generator in held}
 
-# %% ../nbs/06a_observation.ipynb #cell-027
+# %% ../nbs/06a_observation.ipynb #cell-031
 class StepWatch:
     "Writes down what each step's forward passes, gradients and updates were; hooks on a run's modules and optimizers."
 
@@ -319,7 +319,7 @@ class StepWatch:
                     name = self._names.get(id(parameter), f"parameter {len(self.gradients)}")
                     self.gradients[name] = leaf_text(parameter.grad)
 
-# %% ../nbs/06a_observation.ipynb #cell-028
+# %% ../nbs/06a_observation.ipynb #cell-032
 def _is_compiled(module: nn.Module) -> bool:
     "Whether a call of the module runs compiled code, which a hook would make it compile anew."
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
