@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['Record', 'ABSENT', 'OUTSIDE', 'MOST_SUSPECTS', 'Suspect', 'participant_of', 'parted', 'Case', 'diagnose']
 
-# %% ../nbs/06b_suspects.ipynb #cell-006
+# %% ../nbs/06b_suspects.ipynb #cell-009
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# %% ../nbs/06b_suspects.ipynb #cell-008
+# %% ../nbs/06b_suspects.ipynb #cell-011
 Record: TypeAlias = dict[str, Any]
 ABSENT = "absent"
 OUTSIDE = "state outside the contract"
@@ -27,14 +27,14 @@ class Suspect:
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
 
-# %% ../nbs/06b_suspects.ipynb #cell-009
+# %% ../nbs/06b_suspects.ipynb #cell-012
 def participant_of(
     path: str,  # of a leaf, such as "optimizer.state[0].exp_avg"
 ) -> str:  # such as "optimizer"
     "Name the participant that a leaf belongs to."
     return path.split(".", 1)[0].split("[", 1)[0]
 
-# %% ../nbs/06b_suspects.ipynb #cell-010
+# %% ../nbs/06b_suspects.ipynb #cell-013
 def parted(
     direct: Record,  # what was seen at a step
     other: Record,  # what was seen at the same step of the other run
@@ -48,7 +48,7 @@ def parted(
         found += [path for path in paths if left.get(path) != right.get(path)]
     return found
 
-# %% ../nbs/06b_suspects.ipynb #cell-014
+# %% ../nbs/06b_suspects.ipynb #cell-017
 @dataclass(frozen=True)
 class Case:
     "What a rule of diagnosis looks at."
@@ -103,7 +103,7 @@ class Case:
         nearest = min(like, key=lambda other: abs(other - step), default=None)
         return None if nearest == step else nearest
 
-# %% ../nbs/06b_suspects.ipynb #cell-015
+# %% ../nbs/06b_suspects.ipynb #cell-018
 def _environment(case: Case) -> Suspect | None:
     "Other settings of the machine."
     usual = case.reference[0]["environment"]
@@ -129,7 +129,7 @@ def _one_step_off(case: Case) -> Suspect | None:
         return None
     return Suspect("step off by one", f"batch and learning rate are both those of step {like}: a step is miscounted")
 
-# %% ../nbs/06b_suspects.ipynb #cell-017
+# %% ../nbs/06b_suspects.ipynb #cell-020
 def _another_batch(case: Case) -> Suspect | None:
     "Another batch than the one of this step."
     recorded = bool(case.direct.get("batch"))
@@ -177,7 +177,7 @@ def _numbers(values: Sequence[float]) -> str:
     "Write numbers down for a person."
     return ", ".join(f"{value:.9g}" for value in dict.fromkeys(values))
 
-# %% ../nbs/06b_suspects.ipynb #cell-019
+# %% ../nbs/06b_suspects.ipynb #cell-022
 def _lost_generator(case: Case) -> Suspect | None:
     "A generator from which the step draws, and which was another one before it."
     step, start = case.line["step"], case.reference[case.begun["step"]]
@@ -218,7 +218,7 @@ def _another_forward(case: Case) -> Suspect | None:
     return Suspect(OUTSIDE, "state, batch and generators were equal before this step: the loss depends on something "
                             "that no participant holds")
 
-# %% ../nbs/06b_suspects.ipynb #cell-021
+# %% ../nbs/06b_suspects.ipynb #cell-024
 def _one_owner(case: Case) -> Suspect | None:
     "One participant differs, and it is not the only model."
     kinds, owners = case.kinds, case.owners
@@ -256,7 +256,7 @@ def _another_update(case: Case) -> Suspect:
     return Suspect("learning rate", f"{same}, the optimizer's state is equal and the weights are not: the step size, "
                                     "through a schedule or a weight decay outside the contract")
 
-# %% ../nbs/06b_suspects.ipynb #cell-023
+# %% ../nbs/06b_suspects.ipynb #cell-026
 def _moves(reference: Mapping[int, Record], kind: str, path: str) -> bool:
     "Whether undeclared state changes from step to step in the uninterrupted run."
     return len({record["undeclared"].get(kind, {}).get(path) for step, record in reference.items() if step}) > 1
@@ -275,7 +275,7 @@ def _undeclared(case: Case) -> list[Suspect]:
                                           f"{case.begun['step']}{values}"))
     return told[:MOST_SUSPECTS]
 
-# %% ../nbs/06b_suspects.ipynb #cell-025
+# %% ../nbs/06b_suspects.ipynb #cell-028
 def diagnose(
     reference: Mapping[int, Record],  # the uninterrupted run by step
     line: Record,  # the first record of the other run that differs
