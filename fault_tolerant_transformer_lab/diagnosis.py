@@ -39,7 +39,7 @@ from fault_tolerant_transformer_lab.equivalence import (
 from .observation import leaf_text, reachable, refused
 from .suspects import OUTSIDE, Suspect, participant_of
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-006
+# %% ../nbs/07a_diagnosis.ipynb #cell-009
 @dataclass(frozen=True)
 class Diagnosis:
     "The first difference between two runs: where, how large, what both runs had before them, and what to suspect."
@@ -88,7 +88,7 @@ def _both(pair: tuple[Any, Any]) -> str:
             return f"{left}, recovered {right}"
     return f"{', '.join(f'{item:.5g}' for item in dict.fromkeys(sides[0]))} in both"
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-010
+# %% ../nbs/07a_diagnosis.ipynb #cell-013
 _LAST_BITS = 64  # units in the last place; a lost state is further off by orders of magnitude
 
 
@@ -128,7 +128,7 @@ def _last_bits(found: Divergence) -> list[Suspect]:
                                    f"{found.max_ulp} units in the last place at most: a sum in another order, from a "
                                    "setting of the machine or a library that is not on record")]
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-017
+# %% ../nbs/07a_diagnosis.ipynb #cell-020
 def first_that_differs(
     steps: Sequence[int],  # ascending
     differs: Callable[[int], bool],  # whether two runs differ at a step; asked about log2(len(steps)) times
@@ -137,7 +137,7 @@ def first_that_differs(
     position = bisect.bisect_left(steps, True, key=differs)
     return steps[position] if position < len(steps) else None
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-021
+# %% ../nbs/07a_diagnosis.ipynb #cell-024
 @dataclass(frozen=True)
 class Located:
     "An operation of torch that returned something else the second time."
@@ -155,7 +155,7 @@ class Located:
         given = "; what it was given was another thing already, and from outside of torch" if self.given else ""
         return f"{when}, operation {self.number}: {self.operation}{where}, called at {self.line}{given}"
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-023
+# %% ../nbs/07a_diagnosis.ipynb #cell-026
 UNWRITTEN = ("empty", "resize", "set_data")  # operations whose result is whatever the memory held
 OVERWRITES = ("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "copy_", "fill_",
                "zero_")  # whatever their first argument held
@@ -193,7 +193,7 @@ def _line_of_caller() -> str:
             return f"{Path(frame.f_code.co_filename).name}:{line}"
     return "unknown"
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-026
+# %% ../nbs/07a_diagnosis.ipynb #cell-029
 @contextmanager
 def _recorded(
     modules: Mapping[str, nn.Module],  # whose parts are named
@@ -216,7 +216,7 @@ def _drop(names: list[str]) -> None:
     "Leave a module; returns nothing, which a hook's result would replace the module's by."
     names.pop()
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-028
+# %% ../nbs/07a_diagnosis.ipynb #cell-031
 class _OperationWitness(Witness):
     "Records the operations of one step, or of the making of a run, and hands them to the trace."
 
@@ -259,7 +259,7 @@ class _OperationWitness(Witness):
             self.trace.write("computed", seen=seen)
         self._recorder = None
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-029
+# %% ../nbs/07a_diagnosis.ipynb #cell-032
 @dataclass(frozen=True)
 class _RecordingDriver:
     "Drives a run as another driver does, with its operations recorded in one step."
@@ -275,7 +275,7 @@ class _RecordingDriver:
         finally:
             watching.close()
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-031
+# %% ../nbs/07a_diagnosis.ipynb #cell-034
 def locate_operation(
     make_run: MakeRun,  # of a run that does not repeat itself
     step: int,  # at which two runs part, counted from 1, see `Diagnosis.step`; 0 where they already begin otherwise
@@ -316,7 +316,7 @@ def _first_other(step: int, *seen: Sequence[tuple[str, ...]]) -> Located | None:
             return Located(step, first[0], first[1], first[2], number, first[0] == second[0] and first[3] != second[3])
     return None
 
-# %% ../nbs/07a_diagnosis.ipynb #cell-038
+# %% ../nbs/07a_diagnosis.ipynb #cell-041
 def with_operation(
     proof: Proof,  # any
     target: MakeRun | ExperimentConfig,  # what was proven about
