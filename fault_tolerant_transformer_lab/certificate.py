@@ -33,7 +33,7 @@ def root_of(
     "Fold the digests of all steps into one: the SHA-256 of a text with one digest in each line."
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
-# %% ../nbs/07b_certificate.ipynb #cell-013
+# %% ../nbs/07b_certificate.ipynb #cell-016
 def _git(folder: Path, *arguments: str) -> str | None:
     "Ask git about a folder; None where there is no git, or no repository."
     try:
@@ -57,7 +57,7 @@ def code_identity(
     return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "commit": commit,
             "dirty": None if changes is None else bool(changes)}
 
-# %% ../nbs/07b_certificate.ipynb #cell-015
+# %% ../nbs/07b_certificate.ipynb #cell-018
 def target_of(
     make_run: MakeRun,  # importable; through functools.partial with plain arguments too
 ) -> dict[str, Any]:  # JSON data
@@ -95,7 +95,7 @@ def load_target(
     arguments = dict(target.get("arguments", {}))
     return functools.partial(function, **arguments) if arguments else function
 
-# %% ../nbs/07b_certificate.ipynb #cell-019
+# %% ../nbs/07b_certificate.ipynb #cell-022
 FORMAT = "fttl restart certificate"
 SCHEMA_VERSION = 1
 
@@ -125,7 +125,7 @@ def certificate(
         "digests": digests, "root": root_of(digests), "cost": facts.get("cost"), **claims_of(proof),
     }
 
-# %% ../nbs/07b_certificate.ipynb #cell-020
+# %% ../nbs/07b_certificate.ipynb #cell-023
 def claims_of(
     proof: Proof,  # any
 ) -> dict[str, Any]:  # JSON data
@@ -136,7 +136,7 @@ def claims_of(
             "left_out": {one.participant: one.outcome for one in proof.knockouts},
             "identity": proof.facts.get("identity"), "description": proof.facts.get("description")}
 
-# %% ../nbs/07b_certificate.ipynb #cell-022
+# %% ../nbs/07b_certificate.ipynb #cell-025
 class CertificateError(CheckpointError):
     """A file is no certificate, or not one that was written by this package and left alone.
 
@@ -161,7 +161,7 @@ def _digest_of(
     told = {name: value for name, value in document.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-# %% ../nbs/07b_certificate.ipynb #cell-023
+# %% ../nbs/07b_certificate.ipynb #cell-026
 def read_certificate(
     path: Path | str,  # of a file
 ) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def read_certificate(
                                "wrote it")
     return document
 
-# %% ../nbs/07b_certificate.ipynb #cell-025
+# %% ../nbs/07b_certificate.ipynb #cell-028
 def _is_count(value: object) -> bool:
     "Whether it is a whole number from 1 on."
     return type(value) is int and value > 0
@@ -239,7 +239,7 @@ def _misshapen(document: Mapping[str, Any]) -> str:
         return f"arguments as {prove.__name__} takes them, got {wrong[0]}={document['asked'][wrong[0]]!r:.60}"
     return ""
 
-# %% ../nbs/07b_certificate.ipynb #cell-032
+# %% ../nbs/07b_certificate.ipynb #cell-035
 @dataclass(frozen=True)
 class Checked:
     "What came of doing a certified proof again."
@@ -252,7 +252,7 @@ class Checked:
         head = "confirmed" if self.confirmed else "not confirmed"
         return "\n".join([f"{head}: {self.proof.verdict}", *(f"  {finding}" for finding in self.findings)])
 
-# %% ../nbs/07b_certificate.ipynb #cell-033
+# %% ../nbs/07b_certificate.ipynb #cell-036
 def check_certificate(
     path: Path | str,  # of a certificate
     *,
@@ -286,7 +286,7 @@ def _done_again(
     make_run = load_target(target)
     return prove_restart(make_run, jobs=jobs, progress_bar=progress_bar, **asked), code_identity(make_run)
 
-# %% ../nbs/07b_certificate.ipynb #cell-035
+# %% ../nbs/07b_certificate.ipynb #cell-038
 def _code_change(certified: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     "Say whether the run's file is another one."
     if certified.get("sha256") == now.get("sha256"):
@@ -323,7 +323,7 @@ def _other_bits(certified: Sequence[str], now: Sequence[str], other_machine: boo
     reason = "as other settings of the machine make it" if other_machine else same
     return f"bits: other ones from step {step} on, {reason}"
 
-# %% ../nbs/07b_certificate.ipynb #cell-043
+# %% ../nbs/07b_certificate.ipynb #cell-046
 PAYLOAD_TYPE = "application/vnd.fttl.restart-certificate+json"
 
 
@@ -352,7 +352,7 @@ def _key_id(serialization: Any, public_key: Any) -> str:
     raw = public_key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     return hashlib.sha256(raw).hexdigest()
 
-# %% ../nbs/07b_certificate.ipynb #cell-044
+# %% ../nbs/07b_certificate.ipynb #cell-047
 def sign_certificate(
     path: Path | str,  # of a certificate
     key: Path | str,  # file with an Ed25519 private key, PEM, PKCS #8, without a password
@@ -375,7 +375,7 @@ def sign_certificate(
     written.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     return written
 
-# %% ../nbs/07b_certificate.ipynb #cell-046
+# %% ../nbs/07b_certificate.ipynb #cell-049
 def verify_signature(
     path: Path | str,  # of a certificate, with its envelope beside it
     key: Path | str,  # file with the signer's Ed25519 public key, PEM
