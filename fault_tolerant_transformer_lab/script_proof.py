@@ -7,7 +7,7 @@ __all__ = ['TRACED', 'KILLS', 'STATUS', 'checkpoint_leaves', 'natural', 'Tree', 
            'publications', 'Finding', 'durability', 'Strike', 'steady', 'strike_before', 'Poll', 'Script', 'KillPoint',
            'Wanted', 'suspects', 'ScriptRow', 'ScriptProof', 'prove_script']
 
-# %% ../nbs/07d_scripts.ipynb #cell-003
+# %% ../nbs/07d_scripts.ipynb #cell-006
 import errno
 import fnmatch
 import inspect
@@ -54,7 +54,7 @@ from .diagnosis import OVERWRITES, UNWRITTEN, Diagnosis, Located, first_that_dif
 from .equivalence import ProofError, Suspect, Verdict, preloaded_modules, workspace_for
 from .report import Case, junit_suite
 
-# %% ../nbs/07d_scripts.ipynb #cell-006
+# %% ../nbs/07d_scripts.ipynb #cell-009
 _Leaves = Iterator[tuple[str, Any]]
 
 
@@ -96,7 +96,7 @@ def _is_vector(leaf: Any) -> bool:
     "Tell whether a leaf is a list of floating-point numbers, which is how JSON holds a tensor."
     return isinstance(leaf, list) and len(leaf) > 1 and all(type(item) is float for item in leaf)
 
-# %% ../nbs/07d_scripts.ipynb #cell-008
+# %% ../nbs/07d_scripts.ipynb #cell-011
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
     "Give a tensor, a numeric array or a list of floats as a dense tensor on the CPU, anything else as None."
     if _is_vector(leaf):
@@ -134,7 +134,7 @@ def _told(leaf: Any, root: str) -> str:
     text = repr(leaf).replace(root, "{dir}")
     return text if len(text) <= 100 else f"{type(leaf).__name__} {blake3(text.encode()).hexdigest()[:32]}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-009
+# %% ../nbs/07d_scripts.ipynb #cell-012
 def checkpoint_leaves(
     path: Path,  # a file or a folder
     trust: bool = False,  # True unpickles without restriction, which runs whatever code the file names
@@ -171,14 +171,14 @@ def checkpoint_leaves(
     else:
         yield "", path.read_bytes()
 
-# %% ../nbs/07d_scripts.ipynb #cell-010
+# %% ../nbs/07d_scripts.ipynb #cell-013
 def natural(
     name: str,  # such as "step-10.pt"
 ) -> list[tuple[int, int, str]]:  # sorts after that of "step-9.pt"
     "Make a key that sorts names by the numbers in them."
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name)]
 
-# %% ../nbs/07d_scripts.ipynb #cell-012
+# %% ../nbs/07d_scripts.ipynb #cell-015
 def _safetensors_leaves(path: Path) -> _Leaves:
     "The state of this lab's file, or the tensors and the notes of any other safetensors file."
     with safetensors.safe_open(path, framework="pt") as file:
@@ -210,7 +210,7 @@ def _torch_leaves(path: Path, trust: bool) -> _Leaves:
         told = re.search(r"(?:Unsupported|GLOBAL) (?:global|operand|class)?:?.*", str(error))
         raise ValueError(told.group(0)[:200] if told else f"{type(error).__name__}: {str(error)[:200]}") from error
 
-# %% ../nbs/07d_scripts.ipynb #cell-014
+# %% ../nbs/07d_scripts.ipynb #cell-017
 _MOST_SYMBOLS = 1 << 28
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
@@ -239,7 +239,7 @@ def _put_in(into: Any, items: list[Any], pairs: bool) -> None:
     else:
         (into if isinstance(into, list) else into.setdefault("items", [])).extend(items)
 
-# %% ../nbs/07d_scripts.ipynb #cell-016
+# %% ../nbs/07d_scripts.ipynb #cell-019
 def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
     "Read a pickle's structure by its opcodes alone; `storage` gives what a persistent id stands for."
     stack: list[Any] = []
@@ -281,7 +281,7 @@ def _symbols(pickled: bytes, storage: Callable[[Any], Any]) -> Any:
             raise ValueError(f"a pickle with {name}, which is not read")
     return stack[-1]
 
-# %% ../nbs/07d_scripts.ipynb #cell-018
+# %% ../nbs/07d_scripts.ipynb #cell-021
 def _symbols_in(path: Path) -> Any:
     "Read a pickle, or what `torch.save` wrote, as symbols; None where that cannot be done."
     try:
@@ -313,7 +313,7 @@ def _distributed_leaves(path: Path) -> _Leaves:
         except Exception:  # a value of a class of its own, or bytes of another kind
             yield where, data
 
-# %% ../nbs/07d_scripts.ipynb #cell-020
+# %% ../nbs/07d_scripts.ipynb #cell-023
 def _read(path: Path, root: str, trust: bool) -> dict[str, Any]:
     "Read every leaf of a checkpoint; of a file in a folder that cannot be read take the bytes, and say so."
     found: dict[str, Any] = {}
@@ -350,7 +350,7 @@ def _measure(a: Any, b: Any, before: Any) -> dict[str, Any]:
             facts["along"] = float(apart @ old) / size if size else 0.0
     return facts
 
-# %% ../nbs/07d_scripts.ipynb #cell-025
+# %% ../nbs/07d_scripts.ipynb #cell-028
 def _answer(question: dict[str, Any], trust: bool) -> dict[str, Any]:
     "Answer one question about checkpoints: what is in one, or how two differ."
     sides = [_read(Path(path), root, trust) for path, root in question["paths"]]
@@ -379,7 +379,7 @@ def _serve(connection: Any, trust: bool) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         connection.send_bytes(json.dumps(answer).encode())
 
-# %% ../nbs/07d_scripts.ipynb #cell-026
+# %% ../nbs/07d_scripts.ipynb #cell-029
 @dataclass(frozen=True)
 class Tree:
     "What a checkpoint holds: every leaf as a short text, equal exactly when the leaves are bitwise equal."
@@ -392,7 +392,7 @@ class Tree:
         "One digest over all leaves."
         return blake3(json.dumps(sorted(self.leaves.items())).encode()).hexdigest()[:32]
 
-# %% ../nbs/07d_scripts.ipynb #cell-028
+# %% ../nbs/07d_scripts.ipynb #cell-031
 class CheckpointReader:
     "Reads checkpoints in a child process, which alone meets files that nobody vouches for."
 
@@ -462,7 +462,7 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../nbs/07d_scripts.ipynb #cell-030
+# %% ../nbs/07d_scripts.ipynb #cell-033
 TRACED = ("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync", "fdatasync",
           "sync", "syncfs", "sync_file_range", "msync", "rename", "renameat", "renameat2", "unlink", "unlinkat",
           "mkdir", "mkdirat", "rmdir", "ftruncate", "truncate", "fallocate", "link", "linkat", "symlink", "symlinkat",
@@ -490,7 +490,7 @@ class Call:
     def __str__(self) -> str:
         return f"{self.name} {self.path}" + (f" -> {self.target}" if self.target else "")
 
-# %% ../nbs/07d_scripts.ipynb #cell-032
+# %% ../nbs/07d_scripts.ipynb #cell-035
 _STRING, _OPENED = re.compile(r'"((?:[^"\\]|\\.)*)"'), re.compile(r"(AT_FDCWD|\d+)<([^>]*)>")
 
 
@@ -536,7 +536,7 @@ def _call_of(thread: int, line: str, root: str, cwd: str, more: set[str]) -> Cal
     return Call(thread, name, kind, names[0], names[1] if kind == "rename" and len(names) > 1 else "",
                 tuple(key.replace(root, "{dir}") for key in keys))
 
-# %% ../nbs/07d_scripts.ipynb #cell-034
+# %% ../nbs/07d_scripts.ipynb #cell-037
 def _read_calls(log: Path, root: Path, cwd: Path) -> list[Call]:
     "Read what strace wrote."
     text = log.read_text(errors="replace") if log.exists() else ""
@@ -562,7 +562,7 @@ def _no_strace() -> str:
     tried = subprocess.run([tool, "-f", "-qq", "-e", "trace=none", "true"], capture_output=True, text=True)
     return "" if tried.returncode == 0 else f"strace may not trace: {tried.stderr.strip()[:120]}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-038
+# %% ../nbs/07d_scripts.ipynb #cell-041
 def _pattern(wished: str) -> re.Pattern[str]:
     "Compile a glob: `*` stays within one folder, `**/` goes into any."
     text = wished.removeprefix("{dir}/").strip("/")
@@ -577,7 +577,7 @@ def _matched(path: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     names = ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
     return next((name for name in names if any(pattern.fullmatch(name) for pattern in patterns)), None)
 
-# %% ../nbs/07d_scripts.ipynb #cell-039
+# %% ../nbs/07d_scripts.ipynb #cell-042
 @dataclass(frozen=True)
 class Publication:
     "The system calls that made one checkpoint."
@@ -588,7 +588,7 @@ class Publication:
     in_place: bool  # written under its final name
     files: tuple[str, ...]  # written for it, under the names at the time
 
-# %% ../nbs/07d_scripts.ipynb #cell-040
+# %% ../nbs/07d_scripts.ipynb #cell-043
 def publications(
     calls: Sequence[Call],  # of an uninterrupted run
     patterns: Sequence[re.Pattern[str]],  # what is a checkpoint
@@ -617,7 +617,7 @@ def publications(
                 first_write[call.target] = first
     return done
 
-# %% ../nbs/07d_scripts.ipynb #cell-041
+# %% ../nbs/07d_scripts.ipynb #cell-044
 def _sources(calls: Sequence[Call], name: str) -> Iterator[str]:
     "Give the names under which the files were opened that lie at a name, or below it, after these calls."
     for index, call in enumerate(calls):
@@ -641,7 +641,7 @@ def _in_place(done: list[Publication], name: str, index: int, call: Call) -> Non
             return
     done.append(Publication(name, index, index, True, () if call.kind == "make folder" else (call.path,)))
 
-# %% ../nbs/07d_scripts.ipynb #cell-045
+# %% ../nbs/07d_scripts.ipynb #cell-048
 @dataclass(frozen=True)
 class Finding:
     "Something about how checkpoints are written that a power cut, a kill or a full disk may punish."
@@ -691,7 +691,7 @@ def _synced(calls: Sequence[Call], path: str) -> bool:
             path = call.target
     return synced
 
-# %% ../nbs/07d_scripts.ipynb #cell-049
+# %% ../nbs/07d_scripts.ipynb #cell-052
 @dataclass(frozen=True)
 class Strike:
     "A place to kill at, exact to the system call: before the `nth` call of this name on one of these files."
@@ -702,7 +702,7 @@ class Strike:
     error: str = ""  # not a kill: from there on the call fails with this error, as "ENOSPC"
     overall: int = 0  # the same place where file names change from run to run: counted over all files; 0 where unknown
 
-# %% ../nbs/07d_scripts.ipynb #cell-051
+# %% ../nbs/07d_scripts.ipynb #cell-054
 def _kind_of(name: str) -> str:
     "A file's name without its numbers."
     return re.sub(r"\d+", "#", name)
@@ -736,7 +736,7 @@ def steady(
              and (lives[_kind_of(key)] > 1 or key not in gone)}
     return [exact, exact | alike]
 
-# %% ../nbs/07d_scripts.ipynb #cell-052
+# %% ../nbs/07d_scripts.ipynb #cell-055
 def strike_before(
     calls: Sequence[Call],  # of an uninterrupted run
     index: int,  # the call before which to kill
@@ -759,7 +759,7 @@ def _matched_by(call: Call) -> tuple[str, ...]:
     "What strace finds a call by: of a rename the old name alone."
     return call.keys[:1] if call.kind == "rename" else call.keys
 
-# %% ../nbs/07d_scripts.ipynb #cell-054
+# %% ../nbs/07d_scripts.ipynb #cell-057
 @dataclass(frozen=True)
 class Poll:
     "A place to kill at, found by looking at the folder again and again."
@@ -790,7 +790,7 @@ class Script:
         "The command does not say where to write, so it is started in the run's folder."
         return not any("{dir}" in word for word in self.command)
 
-# %% ../nbs/07d_scripts.ipynb #cell-055
+# %% ../nbs/07d_scripts.ipynb #cell-058
 @dataclass(frozen=True)
 class _Ended:
     "How one process of a script ended."
@@ -843,7 +843,7 @@ def _signatures(root: Path, patterns: Sequence[re.Pattern[str]]) -> dict[str, tu
                 found[owner] = (*found.get(owner, ()), (full, status.st_ino, status.st_mtime_ns, status.st_size))
     return found
 
-# %% ../nbs/07d_scripts.ipynb #cell-057
+# %% ../nbs/07d_scripts.ipynb #cell-060
 def _marked(marker: str) -> list[int]:
     "Find the living processes that carry a marker in their environment, wherever they have put themselves."
     found = []
@@ -865,7 +865,7 @@ def _kill(process: "subprocess.Popen[bytes]", marker: str) -> None:
             os.kill(pid, signal.SIGKILL)
     process.wait()
 
-# %% ../nbs/07d_scripts.ipynb #cell-059
+# %% ../nbs/07d_scripts.ipynb #cell-062
 def _tracing(strike: Strike | None, log: Path, root: Path) -> list[str]:
     "The words before a command that let strace watch it, or act at one call."
     start = ["strace", "-D", "-f", "-q", "-y", "-s", "0", "-e", "signal=none", "-o", str(log)]
@@ -892,7 +892,7 @@ def _mirror(script: Script, root: Path) -> None:
         if not any(first.fullmatch(entry.name) for first in firsts) and not (root / entry.name).exists():
             (root / entry.name).symlink_to(entry)
 
-# %% ../nbs/07d_scripts.ipynb #cell-061
+# %% ../nbs/07d_scripts.ipynb #cell-064
 def _attempt(script: Script, root: Path, number: int, place: Strike | Poll | None = None,
              watch: bool = False) -> _Ended:
     "Run a script's process once in a folder, and kill it at a place."
@@ -919,7 +919,7 @@ def _attempt(script: Script, root: Path, number: int, place: Strike | Poll | Non
     text = said.read_text(errors="replace")
     return _Ended(status, struck, time.monotonic() - started, first, last, count, calls, text[-4000:])
 
-# %% ../nbs/07d_scripts.ipynb #cell-062
+# %% ../nbs/07d_scripts.ipynb #cell-065
 def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, place: Strike | Poll | None,
             log: Path) -> tuple[int | None, bool, float, float, int]:
     "Wait for the end or the place; give the status, whether it was the place, the first and last change, how many."
@@ -947,7 +947,7 @@ def _follow(script: Script, process: "subprocess.Popen[bytes]", root: Path, plac
             return -signal.SIGKILL, True, first, last, count
     return None, False, first, last, count
 
-# %% ../nbs/07d_scripts.ipynb #cell-064
+# %% ../nbs/07d_scripts.ipynb #cell-067
 KILLS = ("checkpoints", "events", "random", "chain", "disk full")
 
 
@@ -974,7 +974,7 @@ class Wanted:
     only: tuple[str, ...] = ()  # globs of names of kill points; empty takes all
     max_events: int = 12  # kills at system calls, spread over those chosen
 
-# %% ../nbs/07d_scripts.ipynb #cell-066
+# %% ../nbs/07d_scripts.ipynb #cell-069
 def _spread(n: int, most: int) -> list[int]:
     "Choose at most so many of the numbers from 1 to n, the first and the last among them."
     if n <= most:
@@ -1016,7 +1016,7 @@ def _events(calls: Sequence[Call], made: Sequence[Publication], every: bool) -> 
             if every or (number == len(made) // 2 and (first or ends[kinds[position]] == position)):
                 yield i, number + (i > one.last)
 
-# %% ../nbs/07d_scripts.ipynb #cell-068
+# %% ../nbs/07d_scripts.ipynb #cell-071
 def _chain(calls: Sequence[Call], made: Sequence[Publication], k: int) -> KillPoint | None:
     "Interrupt one run several times, each time one checkpoint further on."
     places = _boundaries(calls, made)
@@ -1028,7 +1028,7 @@ def _chain(calls: Sequence[Call], made: Sequence[Publication], k: int) -> KillPo
     told = ", ".join(map(str, numbers))
     return KillPoint(f"chain-{len(numbers)}", f"in one run, after checkpoints {told}", tuple(strikes), numbers[0])
 
-# %% ../nbs/07d_scripts.ipynb #cell-069
+# %% ../nbs/07d_scripts.ipynb #cell-072
 def _traced_points(calls: Sequence[Call], made: Sequence[Publication], wanted: Wanted) -> Iterator[KillPoint]:
     "Plan kills that are exact to the system call."
     places = _boundaries(calls, made)
@@ -1055,7 +1055,7 @@ def _traced_points(calls: Sequence[Call], made: Sequence[Publication], wanted: W
             strike = replace(strike_before(calls, write, made=made), error="ENOSPC")
             yield KillPoint("disk-full", f"the disk is full at {calls[write]}", (strike,), len(made) // 2)
 
-# %% ../nbs/07d_scripts.ipynb #cell-070
+# %% ../nbs/07d_scripts.ipynb #cell-073
 def _polled_points(written: int, wanted: Wanted) -> Iterator[KillPoint]:
     "Plan kills by looking at the folder, where system calls cannot be seen."
     if "checkpoints" in wanted.kinds:
@@ -1075,7 +1075,7 @@ def _random_points(seconds: float, wanted: Wanted) -> Iterator[KillPoint]:
         text = f"at a random moment, {share:.0%} of the way from the first checkpoint to the last"
         yield KillPoint(f"random-{number}", text, (Poll(seconds=share * seconds),), -1)
 
-# %% ../nbs/07d_scripts.ipynb #cell-072
+# %% ../nbs/07d_scripts.ipynb #cell-075
 @dataclass(frozen=True)
 class _Left:
     "The checkpoints in a run's folder at one moment, when no process of it was alive."
@@ -1121,7 +1121,7 @@ def _look(root: Path, script: Script, reader: CheckpointReader, ignore: Sequence
             torn[name] = unread[""]
     return _Left(signatures, trees, torn)
 
-# %% ../nbs/07d_scripts.ipynb #cell-074
+# %% ../nbs/07d_scripts.ipynb #cell-077
 _KIND_WORDS = (
     ("generator", r"rng|generator|random_state|mt19937|bit_generator"),
     ("EMA", r"\bema\b|ema_|_ema|averaged|shadow"),
@@ -1134,7 +1134,7 @@ _KIND_WORDS = (
 )
 _ORDER = {"model": 0, "optimizer": 1}
 
-# %% ../nbs/07d_scripts.ipynb #cell-075
+# %% ../nbs/07d_scripts.ipynb #cell-078
 def _part_of(where: str, text: str) -> str:
     "Guess from its name, or its shape, what a leaf is a part of."
     if text.startswith(("uint8[5056]", "uint8[816]", "uint32[624]")):
@@ -1150,7 +1150,7 @@ def _parted(direct: Tree, other: Tree) -> list[str]:
     texts = {**other.leaves, **direct.leaves}
     return sorted(found, key=lambda where: _ORDER.get(_part_of(where, texts[where]), 2))
 
-# %% ../nbs/07d_scripts.ipynb #cell-076
+# %% ../nbs/07d_scripts.ipynb #cell-079
 def _number(text: str) -> float | None:
     "Read a leaf's text as a number, be it a plain one or a tensor with one element."
     match = re.fullmatch(r"(?:\w+\[[1, ]*\] )?'?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)'?", text)
@@ -1169,7 +1169,7 @@ def _counter(series: Sequence[Tree]) -> str:
             found.append((words.index(last), len(where), where))
     return min(found)[2] if found else ""
 
-# %% ../nbs/07d_scripts.ipynb #cell-078
+# %% ../nbs/07d_scripts.ipynb #cell-081
 def suspects(
     direct: Tree,  # one checkpoint of the direct run
     other: Tree,  # the same of a resumed run
@@ -1200,7 +1200,7 @@ def suspects(
               for leaf in parts.get("value", ())]
     return (*found, *_update_suspects(parts, held, bool(found), values))
 
-# %% ../nbs/07d_scripts.ipynb #cell-079
+# %% ../nbs/07d_scripts.ipynb #cell-082
 _TOLD = (
     ("learning rate", "the schedule went on from another step, or the rate was changed at the resume"),
     ("scheduler", "the schedule went on from another step"),
@@ -1240,7 +1240,7 @@ def _update_suspects(parts: Mapping[str, list[str]], held: set[str], told: bool,
         Suspect("state outside the checkpoint", "the gradient was another one, though generators, data position and "
                                                 "optimizer are all in the checkpoint and equal")]
 
-# %% ../nbs/07d_scripts.ipynb #cell-085
+# %% ../nbs/07d_scripts.ipynb #cell-088
 @dataclass(frozen=True)
 class ScriptRow:
     "One run that was killed and started again, against the direct run."
@@ -1267,7 +1267,7 @@ _RANK = ("different", "lost work", "error", "refused", "not exercised")
 STATUS = {Verdict.EQUIVALENT: 0, Verdict.DIVERGENT: 1, Verdict.NONDETERMINISTIC: 1, Verdict.NOT_EXERCISED: 1,
           Verdict.LOST_WORK: 1, Verdict.ERROR: 1}
 
-# %% ../nbs/07d_scripts.ipynb #cell-087
+# %% ../nbs/07d_scripts.ipynb #cell-090
 @dataclass(frozen=True)
 class ScriptProof:
     "What killing a script has shown."
@@ -1327,7 +1327,7 @@ class ScriptProof:
                 label, "error" if row.outcome in ("error", "refused") else "failure", row.result, body))
         return junit_suite("prove-script", cases)
 
-# %% ../nbs/07d_scripts.ipynb #cell-089
+# %% ../nbs/07d_scripts.ipynb #cell-092
 class _Problem(Exception):
     "A proof ended early: the verdict and the reason."
 
@@ -1335,7 +1335,7 @@ class _Problem(Exception):
         super().__init__(reason)
         self.verdict = verdict
 
-# %% ../nbs/07d_scripts.ipynb #cell-090
+# %% ../nbs/07d_scripts.ipynb #cell-093
 class _Runs:
     "Starts a script's processes, each run in a folder of its own, and counts both."
 
@@ -1398,7 +1398,7 @@ class _Runs:
             raise _Problem(Verdict.ERROR, f"the disk that holds the runs is full: {free >> 20} MiB are free in "
                            f"{self.workspace}, and a run takes {(size >> 20) + 1}; give another directory")
 
-# %% ../nbs/07d_scripts.ipynb #cell-094
+# %% ../nbs/07d_scripts.ipynb #cell-097
 class _History:
     "What the direct run's checkpoints held, as far as is known yet, by their number in the order of completion."
 
@@ -1446,7 +1446,7 @@ class _History:
         digits = re.findall(r"\d+", name)
         return int(number) if number is not None else int(digits[-1]) if digits else None
 
-# %% ../nbs/07d_scripts.ipynb #cell-098
+# %% ../nbs/07d_scripts.ipynb #cell-101
 def _described(history: _History, a: Tree, b: Tree, sizes: Mapping[str, Mapping[str, Any]], name: str) -> Diagnosis:
     "Put into words how two checkpoints of a name differ."
     where = [leaf for leaf in _parted(a, b) if leaf.removesuffix("(bytes)") not in {**a.unread, **b.unread}]
@@ -1485,7 +1485,7 @@ def _difference(
             return _described(history, a, b, sizes, name)
     return None
 
-# %% ../nbs/07d_scripts.ipynb #cell-102
+# %% ../nbs/07d_scripts.ipynb #cell-105
 _MOST_OPERATIONS = 200_000  # of one run that are recorded
 _RECORDER = '''
 import importlib.abc, importlib.util, json, os, sys
@@ -1567,7 +1567,7 @@ if _this is not None:
     sys.modules.setdefault("sitecustomize", _this)
 '''
 
-# %% ../nbs/07d_scripts.ipynb #cell-104
+# %% ../nbs/07d_scripts.ipynb #cell-107
 def _recorded(runs: _Runs, site: Path) -> tuple[_Ended, list[list[Any]]]:
     "Run once more with every operation written down: operation, module, line, given, result, step."
     root = runs.folder()
@@ -1597,7 +1597,7 @@ def _operation_in(runs: _Runs) -> str:
             return str(Located(a[5], a[0], a[1], a[2], number, a[0] == b[0] and a[3] != b[3]))
     return "not found: recorded twice more, each operation of torch returned the same"
 
-# %% ../nbs/07d_scripts.ipynb #cell-108
+# %% ../nbs/07d_scripts.ipynb #cell-111
 @dataclass(frozen=True)
 class _Direct:
     "The uninterrupted run, and what was learned from it."
@@ -1635,7 +1635,7 @@ def _uninterrupted(runs: _Runs, locate_op: bool = False) -> _Direct:
     runs.clear(root_2)
     return _Direct(root, left, watched.calls, made, plain.last_change - plain.first_change, plain.written)
 
-# %% ../nbs/07d_scripts.ipynb #cell-112
+# %% ../nbs/07d_scripts.ipynb #cell-115
 @dataclass(frozen=True)
 class _Redone:
     "Work that was saved and done again."
@@ -1658,7 +1658,7 @@ def _started_over(direct: _Direct, calls: Sequence[Call], patterns: Sequence[re.
     return len(again) >= len(direct.made) > 0 and not any(
         call.kind == "read" and _matched(call.path, patterns) for call in calls[:again[0].first])
 
-# %% ../nbs/07d_scripts.ipynb #cell-113
+# %% ../nbs/07d_scripts.ipynb #cell-116
 def _redone_at_end(history: _History, direct: _Direct, before: _Left, after: _Left, calls: Sequence[Call],
                    row: ScriptRow, patterns: Sequence[re.Pattern[str]]) -> _Redone | None:
     "Which of the checkpoints that were complete at the kill were made again; `calls` are the last process'."
@@ -1680,7 +1680,7 @@ def _redone_at_end(history: _History, direct: _Direct, before: _Left, after: _Le
     start = len(direct.made) - len(publications(calls, patterns))  # complete ones from which that process went on
     return _Redone(max(0, start), complete, newest) if start < complete - 1 else None
 
-# %% ../nbs/07d_scripts.ipynb #cell-114
+# %% ../nbs/07d_scripts.ipynb #cell-117
 def _with_loss(history: _History, row: ScriptRow, redone: _Redone | None) -> ScriptRow:
     "Say how much work a run lost, in steps where a checkpoint counts them."
     if redone is None or row.outcome not in ("equal", "lost work"):
@@ -1696,7 +1696,7 @@ def _with_loss(history: _History, row: ScriptRow, redone: _Redone | None) -> Scr
         f"{'step' if known else 'checkpoint'}{'s' * (lost != 1)} of work lost, which {complete} "
         f"checkpoint{'s' * (complete != 1)} held"))
 
-# %% ../nbs/07d_scripts.ipynb #cell-118
+# %% ../nbs/07d_scripts.ipynb #cell-121
 @dataclass
 class _Proving:
     "One proof under way: what is known so far. Several threads follow points; each adds under a name of its own."
@@ -1754,7 +1754,7 @@ def _struck(proving: _Proving, root: Path, number: int, place: Strike | Poll) ->
         ended = runs.attempt(root, number, place)
     return root, ended
 
-# %% ../nbs/07d_scripts.ipynb #cell-121
+# %% ../nbs/07d_scripts.ipynb #cell-124
 def _missed(row: ScriptRow, ended: _Ended, number: int) -> ScriptRow:
     "Tell a process that failed from one that was at its end before it could be killed."
     if not ended.problem:
@@ -1774,7 +1774,7 @@ def _unnoticed(proving: _Proving, row: ScriptRow, root: Path) -> ScriptRow:
                                                            f"without what it should have left ({found.tensor})"))
     return replace(row, outcome="error", detail="exit status 0 although a checkpoint could not be written")
 
-# %% ../nbs/07d_scripts.ipynb #cell-123
+# %% ../nbs/07d_scripts.ipynb #cell-126
 def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> ScriptRow:
     "Let a killed run go to its end, and compare."
     last = proving.runs.attempt(root, max(1, row.kills), watch=True)
@@ -1801,7 +1801,7 @@ def _finished(proving: _Proving, row: ScriptRow, root: Path, before: _Left) -> S
     proving.runs.clear(root)
     return replace(row, outcome="lost work") if row.point in proving.redone else row
 
-# %% ../nbs/07d_scripts.ipynb #cell-125
+# %% ../nbs/07d_scripts.ipynb #cell-128
 def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
     "Kill one run at its places, start it again each time, and compare what it leaves. Raises `_Problem` if it cannot."
     runs, made = proving.runs, proving.direct.made
@@ -1829,7 +1829,7 @@ def _followed(proving: _Proving, point: KillPoint) -> ScriptRow:
         before = left
     return _finished(proving, row, root, before)
 
-# %% ../nbs/07d_scripts.ipynb #cell-128
+# %% ../nbs/07d_scripts.ipynb #cell-131
 def _beside(proving: _Proving, k: int, j: int) -> list[Path]:
     "Two runs stopped right behind checkpoint `j`: one uninterrupted up to there, one killed and resumed behind `k`."
     runs, calls, made = proving.runs, proving.direct.calls, proving.direct.made
@@ -1873,7 +1873,7 @@ def _located(proving: _Proving, row: ScriptRow) -> ScriptRow:
     sizes = runs.reader.differences(*paths, where=_parted(a, b))
     return replace(row, diagnosis=_described(proving.history, a, b, sizes, name))
 
-# %% ../nbs/07d_scripts.ipynb #cell-131
+# %% ../nbs/07d_scripts.ipynb #cell-134
 _LOSS = re.compile(r"(\.|^|:)(train_)?loss(es|_history)?(\[\d+\])*$")
 
 
@@ -1924,7 +1924,7 @@ def _weigh(rows: Sequence[ScriptRow], made: int, series: Sequence[Tree]) -> tupl
     return Verdict.EQUIVALENT, f"all {len(by['equal'])} killed runs ({kills} kills) left the same checkpoints as the " \
                                f"direct run, bit for bit{late}"
 
-# %% ../nbs/07d_scripts.ipynb #cell-135
+# %% ../nbs/07d_scripts.ipynb #cell-138
 def _points_of(direct: _Direct, script: Script, wanted: Wanted) -> list[KillPoint]:
     "Plan every kill that is wished for."
     points = list(_traced_points(direct.calls, direct.made, wanted) if script.trace
@@ -1982,7 +1982,7 @@ def _concluded(prove: Callable[[], ScriptProof]) -> ScriptProof:
             raise
         return ScriptProof(Verdict.ERROR, f"the disk that holds the runs is full ({error}); give another directory")
 
-# %% ../nbs/07d_scripts.ipynb #cell-136
+# %% ../nbs/07d_scripts.ipynb #cell-139
 def prove_script(
     command: Sequence[str],  # as typed; "{dir}" stands for a fresh folder, without it the command is started in one
     *,
@@ -2030,7 +2030,7 @@ def prove_script(
              "seconds": round(time.monotonic() - started, 1), "trusted": trust}
     return replace(proof, observed=why_not, facts=facts)
 
-# %% ../nbs/07d_scripts.ipynb #cell-138
+# %% ../nbs/07d_scripts.ipynb #cell-141
 def _no_trace(wished: bool | None) -> str:
     "Say why system calls will not be seen; empty where they will. Raises `ValueError` where that was not to be."
     why_not = "not asked for" if wished is False else _no_strace()
@@ -2059,7 +2059,7 @@ def _more_words(command: Sequence[str], globs: Sequence[str], wanted: Wanted, st
         raise ValueError("max_checkpoints, max_events, chain, steps: expected at least 1, random_kills: at least 0")
     return () if steps is None else (f"{steps_flag}{steps}",) if steps_flag.endswith("=") else (steps_flag, str(steps))
 
-# %% ../nbs/07d_scripts.ipynb #cell-139
+# %% ../nbs/07d_scripts.ipynb #cell-142
 def _again(command: Sequence[str], asked: Mapping[str, Any], name: str) -> str:
     "Write down the command that makes one killed run again: with all that decides which kill has which name."
     words = [f"{key}={value}" for key, value in (asked["environment"] or {}).items()]
