@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from fault_tolerant_transformer_lab.equivalence import MakeRun, Proof
 
-# %% ../nbs/07e_in_ci.ipynb #cell-009
+# %% ../nbs/07e_in_ci.ipynb #cell-012
 def depth(
     wished: str,  # "quick", "full", or "" for what the test says
     steps: int,  # length of the run
@@ -29,7 +29,7 @@ def depth(
         return {"interrupt_at": "every", "knock_out": True, "resumes": 3, "operations": "every"}
     return {}
 
-# %% ../nbs/07e_in_ci.ipynb #cell-013
+# %% ../nbs/07e_in_ci.ipynb #cell-016
 def pytest_addoption(
     parser: pytest.Parser,  # of pytest's command line
 ) -> None:
@@ -60,7 +60,7 @@ def pytest_itemcollected(
     if "restart_proof" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("restart_proof"):
         item.add_marker(pytest.mark.restart_proof)
 
-# %% ../nbs/07e_in_ci.ipynb #cell-014
+# %% ../nbs/07e_in_ci.ipynb #cell-017
 class RestartProof:
     "What the fixture gives: called with a run, it proves the restart or fails the test with the diagnosis."
 
@@ -119,14 +119,14 @@ def restart_proof(
     "Prove a restart: `restart_proof(make_run, steps=6)`; takes every argument of `prove_restart`."
     return RestartProof(request)
 
-# %% ../nbs/07e_in_ci.ipynb #cell-016
+# %% ../nbs/07e_in_ci.ipynb #cell-019
 def _told(reports: Any) -> Iterator[tuple[str, str]]:
     "Give each proof's test and what it said."
     for report in reports:
         if getattr(report, "when", "") == "call":
             yield from ((report.nodeid, told) for name, told in report.user_properties if name == "restart_proof")
 
-# %% ../nbs/07e_in_ci.ipynb #cell-017
+# %% ../nbs/07e_in_ci.ipynb #cell-020
 def pytest_terminal_summary(
     terminalreporter: Any,  # that prints the summary
 ) -> None:
