@@ -39,7 +39,7 @@ from fault_tolerant_transformer_lab.equivalence import (
     state_lines,
 )
 
-# %% ../nbs/07f_mutations.ipynb #cell-006
+# %% ../nbs/07f_mutations.ipynb #cell-009
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _FAMILIES: dict[str, Callable[[object], bool]] = {
     "optimizer": lambda part: isinstance(part, torch.optim.Optimizer),
@@ -66,7 +66,7 @@ class Mutation:
     shift: Literal[-1, 0, 1] = 0  # take them from this many checkpoints on; 0 changes them in place
     change: Callable[[Contract, list[str]], None] | None = None  # in place: given contract and participants' names
 
-# %% ../nbs/07f_mutations.ipynb #cell-008
+# %% ../nbs/07f_mutations.ipynb #cell-011
 def _flip_a_bit(contract: Contract, names: list[str]) -> None:
     "Flip the lowest bit of the mantissa of one element, the largest: in a small one an update may round it away again."
     module = contract.participants[names[0]]
@@ -106,7 +106,7 @@ def _halve_the_rate(contract: Contract, names: list[str]) -> None:
         for group in contract.participants[name].param_groups:
             group["lr"] = group["lr"] * 0.5
 
-# %% ../nbs/07f_mutations.ipynb #cell-010
+# %% ../nbs/07f_mutations.ipynb #cell-013
 MUTATIONS = (
     Mutation("stale optimizer", "optimizer", -1),
     Mutation("repeated batch", "other", -1),
@@ -119,7 +119,7 @@ MUTATIONS = (
     Mutation("stale loss history", "progress", 0, _stale_history),
 )
 
-# %% ../nbs/07f_mutations.ipynb #cell-012
+# %% ../nbs/07f_mutations.ipynb #cell-015
 @dataclass(frozen=True)
 class MutatingDriver(ContractDriver):
     "Drives a run, and plants a fault into it after a resume, before the first step."
@@ -153,7 +153,7 @@ class MutatingDriver(ContractDriver):
             with open_checkpoint(path) as saved:
                 contract.restore(saved, only=names)
 
-# %% ../nbs/07f_mutations.ipynb #cell-014
+# %% ../nbs/07f_mutations.ipynb #cell-017
 @dataclass(frozen=True)
 class Mutant:
     "What became of one planted fault."
@@ -197,7 +197,7 @@ def _outcome(planted: bool, changed_end: bool, row: Row) -> _Outcome:
         return "caught"
     return "missed" if changed_end or row.outcome != "equal" else "no effect"
 
-# %% ../nbs/07f_mutations.ipynb #cell-016
+# %% ../nbs/07f_mutations.ipynb #cell-019
 def mutants_of(
     make_run: MakeRun,  # of a sound run; called in this process
     *,
@@ -224,7 +224,7 @@ def mutants_of(
                 found.append(_mutant(sound, direct, mutation, place, number))
     return found
 
-# %% ../nbs/07f_mutations.ipynb #cell-017
+# %% ../nbs/07f_mutations.ipynb #cell-020
 def _mutant(sound: Prover, direct: Trail, mutation: Mutation, at: int, number: int) -> Mutant:
     "Plant one fault at one place."
     driver = sound.bench.driver
@@ -240,7 +240,7 @@ def _mutant(sound: Prover, direct: Trail, mutation: Mutation, at: int, number: i
     changed = ends[1] is None or not same_tensors(*(end for end in ends if end is not None))
     return Mutant(mutation.name, at, _outcome(planted, changed, row), row.result if row.divergence else row.detail)
 
-# %% ../nbs/07f_mutations.ipynb #cell-018
+# %% ../nbs/07f_mutations.ipynb #cell-021
 def detection_rate(
     mutants: list[Mutant],  # from `mutants_of`
 ) -> float | None:  # share of the faults with an effect that were caught; None where none had one
@@ -248,7 +248,7 @@ def detection_rate(
     telling = [mutant for mutant in mutants if mutant.outcome in ("caught", "missed")]
     return sum(mutant.outcome == "caught" for mutant in telling) / len(telling) if telling else None
 
-# %% ../nbs/07f_mutations.ipynb #cell-026
+# %% ../nbs/07f_mutations.ipynb #cell-029
 class _Shuffled:
     "Row numbers in passes that a generator of its own shuffles."
 
@@ -277,7 +277,7 @@ class _Shuffled:
         self.position, self.order = state["position"], state["order"].clone()
         self.generator.set_state(state["generator"])
 
-# %% ../nbs/07f_mutations.ipynb #cell-027
+# %% ../nbs/07f_mutations.ipynb #cell-030
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -292,7 +292,7 @@ _SCHEDULES: dict[str, Callable[[int], float]] = {
     "warm-up": lambda step: (1 + step) / 9,
 }
 
-# %% ../nbs/07f_mutations.ipynb #cell-028
+# %% ../nbs/07f_mutations.ipynb #cell-031
 def _drawn_model(draw: random.Random, d_in: int) -> nn.Module:
     "Draw a small network."
     layers: list[nn.Module] = []
@@ -305,7 +305,7 @@ def _drawn_model(draw: random.Random, d_in: int) -> nn.Module:
         width = new
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
-# %% ../nbs/07f_mutations.ipynb #cell-029
+# %% ../nbs/07f_mutations.ipynb #cell-032
 class RandomRun:
     "A trainer drawn from a seed, sound or with one planted fault."
 
@@ -381,7 +381,7 @@ class RandomRun:
                     if isinstance(tensor, Tensor) and tensor.ndim:
                         tensor.mul_(2)
 
-# %% ../nbs/07f_mutations.ipynb #cell-030
+# %% ../nbs/07f_mutations.ipynb #cell-033
 def random_run(
     directory: Path,  # not used
     seed: int,  # decides everything about the run
@@ -390,7 +390,7 @@ def random_run(
     "Make a `RandomRun`."
     return RandomRun(seed, fault)
 
-# %% ../nbs/07f_mutations.ipynb #cell-032
+# %% ../nbs/07f_mutations.ipynb #cell-035
 def faults_of(
     seed: int,  # of a run
 ) -> list[str]:  # faults that its parts allow, each with an effect
@@ -402,7 +402,7 @@ def faults_of(
     return [*left_out, "batch skipped", "rate changed", "bit flipped", "moments doubled", "counter in the loss",
             "last loss in the loss"]
 
-# %% ../nbs/07f_mutations.ipynb #cell-034
+# %% ../nbs/07f_mutations.ipynb #cell-037
 @dataclass
 class Campaign:
     "Verdicts over many trainers drawn at random."
