@@ -1189,8 +1189,7 @@ def ranks_outcome(
     verdict, status = ("DIVERGENT", 1) if wrong or not cells else ("EQUIVALENT", 0)
     if json:
         return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), status)
-    rows = [("; then ".join(cell.places), ", ".join("the start" if step is None else str(step)
-                                                    for step in cell.resumed_from),
+    rows = [("; then ".join(cell.places), "the start" if cell.resumed_from is None else str(cell.resumed_from),
              "equal" if cell.equal and cell.struck else cell.problem or "nobody was killed") for cell in cells]
     of = f"{counted(cells[0].size, 'rank')}, {cells[0].parallel}" if cells else "no ranks"
     last = f"{verdict}: {of}, killed in {counted(len(cells), 'way')}, {len(cells) - len(wrong)} ended with the bits "\
@@ -1348,12 +1347,13 @@ def prove_ranks_of(
 
     parallel = usual_way(config) if command.parallel == "none" else command.parallel
     check_ranks(config, parallel, n)
-    step = min(config.cadence("a proof"), config.steps)
+    every = config.cadence("a proof")
+    step = min(2 * every if 2 * every <= config.steps else every, config.steps)  # the second save has one to go on from
     with deterministic(threads=command.threads):
         operations = operations_of(config, parallel, n, step)
         chains = places_of(n, step=step, operations=operations, most=None if command.every_operation else 3)
         cells = prove_distributed(config, parallel, n, chains)
-    if config.steps >= 2 * step:
+    if config.steps >= 2 * every:
         cells.append(prove_launcher(config, parallel, n))
     return ranks_outcome(cells, command.json)
 

@@ -565,7 +565,7 @@ def may_stay_silent(
     if code == SHORT or (code == "EINTR" and name in _REPEATED_AFTER_EINTR):
         return True
     if name in ("open_directory", "sync_directory"):  # a parent that we may not even open was not made by us
-        return code == "EACCES"
+        return code == "EACCES" and path.name != "checkpoints"
     return name == "close" and path.name == ".lock"
 
 # %% ../nbs/08_crashes.ipynb #cell-087
@@ -694,6 +694,17 @@ def _tried_again(disk: FailingDisk) -> bool:
     after = itertools.takewhile(lambda seen: seen[0] not in begins, disk.seen[disk.k + 1:])
     return disk.seen[disk.k] in after
 
+
+def another_failed(
+    disk: FailingDisk,  # has failed one
+    meant: Recorded,  # the one of the rehearsal, above whose store the folders have other names
+) -> list[str]:  # nothing where it is that one
+    "Say so where another operation failed than was meant."
+    name, path = disk.seen[disk.k]
+    if name == meant.name and (path.name == meant.path.name or "checkpoints" not in meant.path.parts):
+        return []
+    return [f"{name} {path.name} failed in the place of {meant.name} {meant.path.name}"]
+
 # %% ../nbs/08_crashes.ipynb #cell-099
 def fail_everywhere(
     work: Path,  # an empty folder to work in
@@ -711,7 +722,11 @@ def fail_everywhere(
                 continue
             shutil.copytree(rehearsal.template, work / "failed")
             store, hearing = work / "failed" / "checkpoints", hearings[(k + i) % len(hearings)]
-            wrong = fail_once(store, before, FailingDisk(k, code), way, hearing, heard)
+            if (record.name, record.path.name) == ("close", ".lock"):
+                hearing = HEARINGS[2]  # the lock is closed where the store is left, and nowhere else
+            disk = FailingDisk(k, code)
+            wrong = fail_once(store, before, disk, way, hearing, heard)
+            wrong += another_failed(disk, record)
             wrong += gone_on(store, before + 2, rehearsal.final, way)
             shutil.rmtree(work / "failed")
             tried.add(wrong, f"{code} at {record}, asked at {hearing}")

@@ -13,6 +13,7 @@ import base64
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import math
 import multiprocessing
@@ -235,7 +236,9 @@ def _start(processes: Sequence[Any]) -> None:
     """Start forked processes, with no garbage collection before they freeze what they inherit.
 
     torch's objects end threads of their own when they are destroyed (a `TCPStore` in a cycle of garbage does); a fork
-    has the object and not the thread, so that a collection in the child would wait for ever."""
+    has the object and not the thread, so that a collection in the child would wait for ever. torch's compiler, in which
+    `use_deterministic_algorithms` sets an option, takes seconds to import: once here, and not once in each rank."""
+    importlib.import_module("torch._inductor")
     with collector_at_rest():
         for process in processes:
             process.start()

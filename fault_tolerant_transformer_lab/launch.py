@@ -160,7 +160,7 @@ class RankSession(FolderSession):
         agree(lambda: self.log.sync() if first else None, self.store._group)
         if last or self.run.config.checkpoint_mode == "sync":
             return self.store.save(self.run.contract, step=step)
-        self.disk.in_background, self.save_begun = True, time.monotonic()
+        self.disk.in_background = True
         self.store.save_async(self.run.contract, step=step)
         return None
 
@@ -176,6 +176,8 @@ class RankSession(FolderSession):
             self._pass_over(error, saving)
         else:
             if published is not None:
+                if self.disk.in_background:
+                    self.commit_delay = self.store.write_seconds
                 self._note_saved(published)
 
     def _pass_over(self, error: CheckpointError, step: int | None) -> None:
@@ -583,7 +585,7 @@ class MatrixCell:
     size: int
     places: tuple[str, ...]  # of the kills, in order
     struck: bool  # whether each kill ended somebody
-    resumed_from: tuple[int | None, ...]  # where each attempt after a kill went on
+    resumed_from: int | None  # the step from which the last attempt went on; None: it began anew
     equal: bool  # the last state is bitwise that of the undisturbed run
     problem: str = ""  # what went wrong, where it is not
 
@@ -631,7 +633,7 @@ def _cell(
     config: ExperimentConfig, parallel: Parallel, size: int, chain: Sequence[Place], folder: Path, expected: str,
     timeout_s: float,
 ) -> MatrixCell:
-    struck, resumed, now = True, [], size
+    struck, resumed, now = True, None, size
     for place in [*chain, None]:
         outcomes: list[RankOutcome] = run_ranks(_attempt(config, folder, parallel, place), now, timeout_s=timeout_s,
                                                 check=False)
@@ -640,10 +642,9 @@ def _cell(
             now = max(1, now - 1) if parallel == "elastic" else now
             continue
         failed = [outcome for outcome in outcomes if outcome.exit_code]
-        digest, start = (None, None) if failed else outcomes[0].result
-        resumed.append(start)
+        digest, resumed = (None, None) if failed else outcomes[0].result
         problem = failed[0].error if failed else "" if digest == expected else "other bits"
-    return MatrixCell(parallel, size, tuple(map(str, chain)), struck, tuple(resumed), digest == expected, problem)
+    return MatrixCell(parallel, size, tuple(map(str, chain)), struck, resumed, digest == expected, problem)
 
 # %% ../nbs/11c_launch.ipynb #cell-046
 def operations_of(
@@ -671,7 +672,7 @@ def operations_of(
 def places_of(
     size: int,  # ranks
     *,
-    step: int,  # in which to strike; a step at which the run saves
+    step: int,  # in which to strike; one at which the run saves, best not for the first time: what is resumed is tried
     operations: Sequence[int] = (),  # each rank's operations of a write, in which to strike too; see `operations_of`
     most: int | None = None,  # operations of a rank to strike at, evenly spread, the first and the last among them
 ) -> list[list[Place]]:  # one chain each
@@ -695,9 +696,12 @@ from fault_tolerant_transformer_lab.launch import train_distributed
 config = ExperimentConfig(**json.loads(sys.argv[1]))
 folder, parallel, marker = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 
+reached = []
+
 def orphaned(name, step):
-    if (name, step) == ("before_forward", 2 * config.checkpoint_every) and int(os.environ["RANK"]) == 0 \
-            and marker.name == "first":
+    if (name, step) == (sys.argv[6], 2 * config.checkpoint_every) and int(os.environ["RANK"]) == 0 \
+            and marker.name == "first" and not reached:
+        reached.append(name)
         Path(folder, "orphans").write_text(str(os.getpid()))
         os.kill(os.getppid(), signal.SIGKILL)
         until = time.monotonic() + float(sys.argv[5])
@@ -716,9 +720,10 @@ def outlive_launcher(
     parallel: Parallel,  # the mode
     size: int,  # ranks
     *,
+    boundary: str = "before_forward",  # one of `BOUNDARIES`; after the publication a later step must save once more
     timeout_s: float = 300.0,  # for each of the two launches
 ) -> tuple[dict[str, Any], str]:  # what the second launch left as `result.json`, and what the orphans said
-    """SIGKILL the launcher before the second save, launch again while its ranks live on, and let these try to save.
+    """SIGKILL the launcher at the second save, launch again while its ranks live on, and let these try to save.
 
     Raises `TrainingError` where a launch fails, or does not end in time."""
     if config.steps < 2 * config.cadence("a proof"):
@@ -730,7 +735,8 @@ def outlive_launcher(
     plain = json.dumps(config.describe())
 
     def _command(name: str) -> list[str]:
-        arguments = ["-c", _ORPHAN, plain, str(folder), parallel, str(folder / name), str(2 * timeout_s)]
+        arguments = ["-c", _ORPHAN, plain, str(folder), parallel, str(folder / name), str(2 * timeout_s),
+                     boundary]
         return [sys.executable, "-c", program, str(size), *arguments]
 
     with tempfile.TemporaryFile() as said:
@@ -758,18 +764,20 @@ def prove_launcher(
     parallel: Parallel,  # the mode
     size: int,  # ranks
     *,
+    boundary: str = "before_forward",  # see `outlive_launcher`
     scratch: Path | str | None = None,  # see `prove_distributed`
 ) -> MatrixCell:
     "Kill the launcher, launch again while its ranks live on, and compare the end with the undisturbed run's."
     with tempfile.TemporaryDirectory(dir=scratch) as name:
-        straight = run_ranks(_attempt(config, Path(name) / "straight", parallel, None), size)
-        place = f"launcher in step {2 * config.cadence('a proof')}, its ranks live on"
+        straight = run_ranks(_attempt(config, Path(name) / "straight", parallel, None),
+                             1 if parallel == "elastic" else size)
+        place = f"launcher {boundary} of step {2 * config.cadence('a proof')}, its ranks live on"
         try:
-            result, said = outlive_launcher(config, Path(name) / "outlived", parallel, size)
+            result, said = outlive_launcher(config, Path(name) / "outlived", parallel, size, boundary=boundary)
         except TrainingError as error:
-            return MatrixCell(parallel, size, (place,), True, (None,), False, str(error))
+            return MatrixCell(parallel, size, (place,), True, None, False, str(error))
     equal = result["state_digest"] == straight[0][0]
-    return MatrixCell(parallel, size, (place,), "FencedError" in said, (result["resumed_from"],), equal,
+    return MatrixCell(parallel, size, (place,), "FencedError" in said, result["resumed_from"], equal,
                       "" if equal else "other bits")
 
 # %% ../nbs/11c_launch.ipynb #cell-054
@@ -834,7 +842,7 @@ def prove_ranks(
         if expected != again[0]["digest"]:
             raise ProofError(f"two undisturbed runs of {size} ranks end with other bits: nothing can be proven; seed "
                              "every generator in make_run (Python's too), and compute deterministically")
-        asked = places_of(size, step=save_every, operations=counted, most=operations) if chains is None else chains
+        asked = places_of(size, step=own.struck, operations=counted, most=operations) if chains is None else chains
         cells = [own.cell(size, chain, Path(name) / str(number), expected, timeout_s)
                  for number, chain in enumerate(asked)]
         lost = [part for part in first[0]["participants"] if knock_out and own.same_without(
@@ -849,6 +857,11 @@ class _OwnTrainer:
     steps: int
     save_every: int
 
+    @property
+    def struck(self) -> int:
+        "The step in which to kill where nobody said: that of the second save, which has one before it to go on from."
+        return 2 * self.save_every if 2 * self.save_every < self.steps else self.save_every
+
     def attempt(
         self,
         folder: Path,  # of the checkpoints
@@ -861,7 +874,7 @@ class _OwnTrainer:
             counted, kill = [0], _assassin(place, ranks.rank)
 
             def _reached(name: str, step: int) -> None:
-                counted[0] += (name, step) == ("during_write", self.save_every)
+                counted[0] += (name, step) == ("during_write", self.struck)
                 kill(name, step)
 
             disk = RunDisk(Disk(), _reached)
@@ -927,7 +940,7 @@ class _OwnTrainer:
         found = {} if failed else outcomes[0].result
         equal = found.get("digest") == expected
         problem = failed[0].error if failed else "" if equal else "other bits"
-        return MatrixCell("own", size, tuple(map(str, chain)), struck, (found.get("resumed_from"),), equal, problem)
+        return MatrixCell("own", size, tuple(map(str, chain)), struck, found.get("resumed_from"), equal, problem)
 
     def same_without(
         self,

@@ -1131,6 +1131,7 @@ class _Publishing:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._outcome: list[Any] = []
+        self.write_seconds = 0.0  # that the last save in the background took this rank, from its copy to its end
 
     def __enter__(self) -> Self:
         # With the ranks' own patience: a group of its own would wait half an hour for a rank that has stopped.
@@ -1326,10 +1327,13 @@ class RankStore(_Publishing):
         return published
 
     def _write_in_background(self, state: "RankState | Snapshot") -> None:
+        begun = time.monotonic()
         try:
             self._outcome = [self._write(state), None]
         except BaseException as error:  # it is raised by `wait`, in the thread that can do something about it
             self._outcome = [None, error]
+        finally:
+            self.write_seconds = time.monotonic() - begun
 
     def restore(
         self,

@@ -137,4 +137,6 @@ def test_the_recorded_matrix_is_the_full_one_and_every_cell_is_equal():
         where = " ".join(place for places in of_group for place in places)
         assert [name for name in BOUNDARIES if name not in where] == [], (parallel, size)
         assert any(len(places) == 3 for places in of_group)  # a chain
-        assert ("launcher" in where) == (size > 1 and parallel != "elastic")
+        assert [name for name in BOUNDARIES if f"launcher {name}" in where] == (
+            list(BOUNDARIES) if size == 2 else ["before_forward"])
+    assert all(cell["resumed_from"] in (2, 4) for cell in matrix["cells"])  # one that begins anew proves no resume

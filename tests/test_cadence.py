@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 
-from fault_tolerant_transformer_lab import cli
+from fault_tolerant_transformer_lab import cli, training
 from fault_tolerant_transformer_lab.config import ConfigError, ExperimentConfig, parse_value
 from fault_tolerant_transformer_lab.distributed import run_ranks
 from fault_tolerant_transformer_lab.equivalence import prove_training
 from fault_tolerant_transformer_lab.launch import Place, outlive_launcher, prove_distributed, train_rank
 from fault_tolerant_transformer_lab.lora import compare_tuning
 from fault_tolerant_transformer_lab.publication import step_of
+from fault_tolerant_transformer_lab.sharded import RankStore
 from fault_tolerant_transformer_lab.training import deterministic, train
 
 PLAIN = ExperimentConfig(vocab_size=32, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.0, seed=2712,
@@ -111,6 +113,22 @@ def test_ranks_choose_together_when_to_save_and_are_evaluated_as_one_process(tmp
     assert [row["step"] for row in rows_of(tmp_path / "one") if "validation_loss" in row] == [4, 8, 12]
     assert any(note.startswith("checkpoint_every=auto: ") for note in json.loads(
         (tmp_path / "two" / "result.json").read_text())["notes"])
+
+
+def test_ranks_plan_with_the_time_that_a_write_in_the_background_takes(tmp_path, monkeypatch):
+    "A save that waits for the one before it would stall training, so the interval may not be shorter than a write."
+    def _run(ranks):
+        seen = []
+        monkeypatch.setattr(training, "auto_interval", lambda account, **options: seen.append(options) or original(
+            account, **options))
+        slow = RankStore._write
+        monkeypatch.setattr(RankStore, "_write", lambda *arguments: time.sleep(0.3) or slow(*arguments))
+        train_rank(AUTO.replace(checkpoint_mode="async", steps=4), tmp_path, ranks, parallel="ddp")
+        return [options["commit_delay"] for options in seen]
+
+    original = training.auto_interval
+    first, second = run_ranks(_run, 2)
+    assert second == [] and first[0] == 0.0 and all(0.3 <= known < 30 for known in first[2:]) and len(first) > 2, first
 
 
 def test_an_evaluation_is_the_same_at_every_number_of_ranks(tmp_path):

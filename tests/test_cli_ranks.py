@@ -362,22 +362,25 @@ def test_import_refuses_what_is_none_and_runs_nothing(two_ranks: Path, tmp_path:
 # Proofs and plans
 
 
-def test_prove_kills_ranks_everywhere_and_compares(capsys) -> None:
-    done = in_process(capsys, "prove", "--config", SMOKE.parent / "smoke.json", "--nproc", 1, "--parallel", "elastic",
-                      "--json")
+def test_prove_kills_ranks_everywhere_and_compares(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "two.json"
+    config.write_text(json.dumps(CONFIG.describe()))
+    done = in_process(capsys, "prove", "--config", config, "--nproc", 2, "--parallel", "fsdp", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["verdict"] == "EQUIVALENT", done.stdout + done.stderr
     killed = " ".join(place for cell in found["cells"] for place in cell["places"])
-    for where in ("before_forward", "after_backward", "after_update", "during_write (operation 1)",
-                  "after_publication", "launcher"):
+    for where in ("rank 1 before_forward", "rank 0, 1 before_forward", "after_backward", "after_update",
+                  "rank 0 during_write (operation 1)", "rank 1 during_write (operation 1)", "after_publication",
+                  "launcher"):
         assert where in killed
     assert all(cell["equal"] and cell["struck"] for cell in found["cells"])
+    assert all(cell["resumed_from"] in (2, 4) for cell in found["cells"])  # none began anew
 
 
 @pytest.mark.parametrize(("equal", "struck", "status"), [(True, True, 0), (False, True, 1), (True, False, 1)])
 def test_a_proof_of_ranks_fails_where_one_run_ends_otherwise_or_nobody_died(equal, struck, status) -> None:
-    good = MatrixCell("ddp", 2, ("rank 1 after_update of step 2",), True, (2,), True)
-    outcome = cli.ranks_outcome([good, MatrixCell("ddp", 2, ("x",), struck, (None,), equal)], json=False)
+    good = MatrixCell("ddp", 2, ("rank 1 after_update of step 2",), True, 2, True)
+    outcome = cli.ranks_outcome([good, MatrixCell("ddp", 2, ("x",), struck, None, equal)], json=False)
     assert outcome.status == status and ("EQUIVALENT" if status == 0 else "DIVERGENT") in outcome.text
     assert cli.ranks_outcome([], json=False).status == 1
 

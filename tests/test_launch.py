@@ -151,11 +151,11 @@ def test_a_launch_leaves_signals_threads_and_loggers_as_they_were():
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_save_in_the_background_that_is_killed_anywhere_is_no_other_run(parallel):
-    config = TINY.replace(checkpoint_mode="async", dropout=0.1)
-    chains = [[Place((0,), "during_write", 2, 9)], [Place((1,), "during_write", 2, 4)] if parallel == "fsdp" else
+    config = TINY.replace(checkpoint_mode="async", dropout=0.1, steps=6, checkpoint_every=2)
+    chains = [[Place((0,), "during_write", 4, 9)], [Place((1,), "during_write", 4, 4)] if parallel == "fsdp" else
               [Place((1,), "after_backward", 3)]]
     cells = prove_distributed(config, parallel, 2, chains)
-    assert all(cell.equal and cell.struck for cell in cells), cells
+    assert all(cell.equal and cell.struck and cell.resumed_from in (2, 4) for cell in cells), cells
 
 
 def test_the_places_are_all_boundaries_and_each_operation_of_each_rank():
@@ -288,11 +288,17 @@ def test_a_trainer_of_ones_own_is_proven_across_ranks_and_one_that_forgets_is_fo
     kills = [[Place((1,), "after_backward", 2)], [Place((1,), "during_write", 1, 3), Place((0, 1), "after_update", 2)]]
     proof = prove_ranks(partial(OwnRun, idle=True), 2, steps=3, chains=kills)
     proof.raise_if_different()
-    assert proof.is_equivalent and [cell.resumed_from for cell in proof.cells] == [(1,), (1,)]
+    assert proof.is_equivalent and [cell.resumed_from for cell in proof.cells] == [1, 1]
     assert proof.not_exercised == ("idle",)
     broken = prove_ranks(partial(OwnRun, forgets=True), 2, steps=3, chains=kills[:1], knock_out=False)
     with pytest.raises(ProofError, match="2 ranks, killed at rank 1 after_backward of step 2: other bits"):
         broken.raise_if_different()
+
+
+def test_the_places_of_a_proof_come_after_a_first_checkpoint():
+    proof = prove_ranks(OwnRun, 2, steps=3, operations=1, knock_out=False)
+    proof.raise_if_different()
+    assert len(proof.cells) == 2 * 4 + 2 + 1 and all(cell.resumed_from in (1, 2) for cell in proof.cells), proof.cells
 
 
 def test_a_proof_whose_kill_strikes_nobody_is_none_and_neither_is_one_of_a_run_that_varies():

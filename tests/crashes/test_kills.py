@@ -26,6 +26,7 @@ from fault_tolerant_transformer_lab.crashes import (
     Found,
     KillingDisk,
     Way,
+    another_failed,
     continue_example,
     fail_everywhere,
     fail_in_a_run,
@@ -92,6 +93,25 @@ def test_children_tell_their_result_their_error_and_their_signal():
         failed.value()
     assert in_child(lambda: signal.raise_signal(signal.SIGKILL)).signal == signal.SIGKILL
     assert in_parallel(lambda i, n: [i, n], 3) == [[0, 3], [1, 3], [2, 3]]
+
+
+def test_the_operation_of_a_rehearsal_is_the_one_that_fails(memory_dir):
+    "Where a store is left, its lock is closed: asked for the result of a save, the next save would begin in its place."
+    rehearsal = rehearse(memory_dir, 1, Way("async"))
+    last = len(rehearsal.records) - 1
+    assert rehearsal.records[last].path.name == ".lock"
+    for hearing, told in ((HEARINGS[2], []), (HEARINGS[0], ["failed in the place of close .lock"])):
+        shutil.copytree(rehearsal.template, memory_dir / "failed")
+        disk = FailingDisk(last, "EIO")
+        fail_once(memory_dir / "failed" / "checkpoints", 1, disk, Way("async"), hearing)
+        wrong = another_failed(disk, rehearsal.records[last])
+        assert len(wrong) == len(told) and all(text.endswith(end) for text, end in zip(wrong, told, strict=True)), wrong
+        shutil.rmtree(memory_dir / "failed")
+
+
+def test_only_the_parent_of_a_store_may_refuse_to_be_opened_and_nobody_hears_of_it():
+    assert untold(None, ("sync_directory", Path("run")), "EACCES") == []
+    assert untold(None, ("sync_directory", Path("run/checkpoints")), "EACCES") == ["no error was raised"]
 
 
 @pytest.mark.parametrize("before", [0, 3], ids=["first save", "save with retention"])
