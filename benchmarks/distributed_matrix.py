@@ -1,7 +1,7 @@
 """Kill runs of several ranks in every way, compare their ends bit for bit, and write what came of it.
 
     python benchmarks/distributed_matrix.py            # a part: some minutes on two idle cores; nothing is written
-    python benchmarks/distributed_matrix.py --full     # 1 to 4 ranks, every boundary and operation: about an hour
+    python benchmarks/distributed_matrix.py --full     # 1 to 4 ranks, every boundary and operation: half an hour
 
 A full run writes benchmarks/results/distributed_matrix.json, which notebook 11c shows; with --resume it goes on where
 an interrupted one was, and keeps the groups that were finished. Every kill but the first of a chain strikes in a step
