@@ -82,7 +82,7 @@ from fault_tolerant_transformer_lab.training import (
     tokens_per_step,
 )
 
-# %% ../nbs/11_distributed.ipynb #cell-006
+# %% ../nbs/11_distributed.ipynb #cell-010
 @dataclass(frozen=True)
 class Ranks:
     "Where this process stands among its peers."
@@ -103,7 +103,7 @@ class Ranks:
         "Whether this is rank 0, which writes what is written once."
         return self.rank == 0
 
-# %% ../nbs/11_distributed.ipynb #cell-008
+# %% ../nbs/11_distributed.ipynb #cell-012
 @contextmanager
 def process_group(
     store: dist.Store | None = None,  # where ranks meet; None takes `torchrun`'s environment
@@ -132,7 +132,7 @@ def process_group(
     finally:
         dist.destroy_process_group()
 
-# %% ../nbs/11_distributed.ipynb #cell-010
+# %% ../nbs/11_distributed.ipynb #cell-014
 @dataclass(frozen=True)
 class RankOutcome:
     "How one forked rank ended."
@@ -169,7 +169,7 @@ def ended_how(
     except ValueError:
         return f"killed by signal {-exit_code}"
 
-# %% ../nbs/11_distributed.ipynb #cell-012
+# %% ../nbs/11_distributed.ipynb #cell-016
 def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: Path, timeout_s: float) -> None:
     "The life of a forked rank."
     gc.freeze()  # what was garbage in the parent is never destroyed here: see `_start`
@@ -195,7 +195,7 @@ def _rank_main(function: Callable[[Ranks], Any], rank: int, size: int, folder: P
         traceback.print_exc()
         os._exit(1)
 
-# %% ../nbs/11_distributed.ipynb #cell-014
+# %% ../nbs/11_distributed.ipynb #cell-018
 def run_ranks(
     function: Callable[[Ranks], Any],  # what each rank does; returns JSON data
     size: int,  # how many ranks
@@ -231,7 +231,7 @@ def run_ranks(
                      for rank, where in stood.items()]
     return _results(outcomes) if check else outcomes
 
-# %% ../nbs/11_distributed.ipynb #cell-015
+# %% ../nbs/11_distributed.ipynb #cell-019
 def _start(processes: Sequence[Any]) -> None:
     """Start forked processes, with no garbage collection before they freeze what they inherit.
 
@@ -272,7 +272,7 @@ def _results(outcomes: list[RankOutcome]) -> list[Any]:
             raise RankFailure(f"{first}: {outcome.error}", outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
-# %% ../nbs/11_distributed.ipynb #cell-020
+# %% ../nbs/11_distributed.ipynb #cell-024
 def part_of(
     n: int,  # how many items
     rank: int,  # whose part
@@ -285,7 +285,7 @@ def part_of(
     begin = rank * small + min(rank, extra)
     return range(begin, begin + small + (rank < extra))
 
-# %% ../nbs/11_distributed.ipynb #cell-024
+# %% ../nbs/11_distributed.ipynb #cell-028
 class RankBatches(StepBatches):
     "The micro-batches of a step that one rank trains on."
 
@@ -306,7 +306,7 @@ class RankBatches(StepBatches):
         tokens = np.stack([self.source.read(int(w) * self.block_size, self.block_size + 1) for w in windows])
         return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy()))
 
-# %% ../nbs/11_distributed.ipynb #cell-028
+# %% ../nbs/11_distributed.ipynb #cell-032
 def gather_bytes(
     data: bytes,  # this rank's
     group: dist.ProcessGroup | None = None,  # None is the default group
@@ -322,7 +322,7 @@ def gather_bytes(
     dist.all_gather(parts, mine, group=group)
     return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
-# %% ../nbs/11_distributed.ipynb #cell-030
+# %% ../nbs/11_distributed.ipynb #cell-034
 def tree_to_bytes(
     tree: State,  # a small state tree
 ) -> bytes:  # ASCII
@@ -349,7 +349,7 @@ def tree_from_bytes(
 
     return decode_tree(json.loads(data), _tensor)
 
-# %% ../nbs/11_distributed.ipynb #cell-034
+# %% ../nbs/11_distributed.ipynb #cell-038
 class RankGenerators(RandomGenerators):
     "The global generators of every rank, in one state: a rank continues with its own."
 
@@ -399,7 +399,7 @@ class RankGenerators(RandomGenerators):
         "Set this rank's generators."
         super().load_state_dict(state["ranks"][self.ranks.rank])
 
-# %% ../nbs/11_distributed.ipynb #cell-038
+# %% ../nbs/11_distributed.ipynb #cell-042
 class RankContract(Contract):
     "One rank's contract. `capture` is a collective where the generators of all ranks go into one file."
 
@@ -430,7 +430,7 @@ class RankContract(Contract):
                 participant.collect()
         return super().capture(step)
 
-# %% ../nbs/11_distributed.ipynb #cell-042
+# %% ../nbs/11_distributed.ipynb #cell-046
 def local_part(
     tensor: Tensor,  # a DTensor, or any other
 ) -> Tensor:  # shares memory with it
@@ -441,7 +441,7 @@ def local_part(
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
-# %% ../nbs/11_distributed.ipynb #cell-043
+# %% ../nbs/11_distributed.ipynb #cell-047
 class LocalShards:
     "A sharded module or optimizer as a participant: its state has this rank's part of each tensor."
 
@@ -525,7 +525,7 @@ class LocalShards:
                            for name, value in moment.items()} for index, moment in state["state"].items()}
         self.owner.load_state_dict({"state": moments, "param_groups": state["param_groups"]})
 
-# %% ../nbs/11_distributed.ipynb #cell-045
+# %% ../nbs/11_distributed.ipynb #cell-049
 def _require_shapes(here: Mapping[TreePath, Sequence[int]], saved: Mapping[TreePath, Sequence[int]]) -> None:
     for path in [*here, *(path for path in saved if path not in here)]:
         sides = [tuple(side[path]) if path in side else "absent" for side in (saved, here)]
@@ -533,7 +533,7 @@ def _require_shapes(here: Mapping[TreePath, Sequence[int]], saved: Mapping[TreeP
             raise ContractError(f"{format_path(path)}: checkpoint {sides[0]}, here {sides[1]}; build the participants "
                                 "as the run of the checkpoint did")
 
-# %% ../nbs/11_distributed.ipynb #cell-049
+# %% ../nbs/11_distributed.ipynb #cell-053
 Parallel = Literal["ddp", "fsdp", "elastic"]
 
 
@@ -547,7 +547,7 @@ def shard_model(
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-# %% ../nbs/11_distributed.ipynb #cell-051
+# %% ../nbs/11_distributed.ipynb #cell-055
 def clip_global_norm(
     parameters: Sequence[nn.Parameter],  # plain or sharded
     limit: float | None,  # see `clip_gradients`
@@ -559,7 +559,7 @@ def clip_global_norm(
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
-# %% ../nbs/11_distributed.ipynb #cell-053
+# %% ../nbs/11_distributed.ipynb #cell-057
 def share_step(
     n: int,  # micro-batches of the global batch
     mine: Mapping[int, tuple[float, bytes]],  # by position: loss and batch digest of this rank's micro-batches
@@ -575,7 +575,7 @@ def share_step(
     table = message[:-1].reshape(n, 33)
     return table[:, 0].tolist(), table[:, 1:].to(torch.uint8).numpy().tobytes(), bool(message[-1] > 0)
 
-# %% ../nbs/11_distributed.ipynb #cell-057
+# %% ../nbs/11_distributed.ipynb #cell-061
 class RankRun:
     "One rank of an experiment: what decides the next update is in `contract`, or a function of config and step."
 
@@ -683,7 +683,7 @@ class RankRun:
         self.on_boundary("after_update", step)
         return loss
 
-# %% ../nbs/11_distributed.ipynb #cell-059
+# %% ../nbs/11_distributed.ipynb #cell-063
 def evaluation_over_ranks(
     run: RankRun,  # of an experiment whose data have a validation part
 ) -> float:  # mean loss per token, the same on every rank and at every number of ranks
@@ -706,7 +706,7 @@ def evaluation_over_ranks(
     sizes = [batch.targets_BT.numel() for batch in batches]
     return sum((loss * n for loss, n in zip(losses, sizes, strict=True)), 0.0) / sum(sizes)
 
-# %% ../nbs/11_distributed.ipynb #cell-061
+# %% ../nbs/11_distributed.ipynb #cell-065
 def mean_in_order(
     losses: Sequence[float],  # of the micro-batches, each a float32 value
 ) -> float:  # a float32 value
@@ -717,7 +717,7 @@ def mean_in_order(
         total = share if index == 0 else total + share
     return total.item()
 
-# %% ../nbs/11_distributed.ipynb #cell-066
+# %% ../nbs/11_distributed.ipynb #cell-070
 def settle_buckets(
     run: RankRun,  # of mode "ddp", before its first step in this process
 ) -> None:
@@ -732,7 +732,7 @@ def settle_buckets(
             for buffer, value in before:
                 buffer.copy_(value)
 
-# %% ../nbs/11_distributed.ipynb #cell-075
+# %% ../nbs/11_distributed.ipynb #cell-079
 def bucket_fault(
     run: RankRun,  # of mode "ddp", built with settled=False, before its first step in this process
 ) -> str | None:  # one line that names the fault and its cures; None where the gradients are the same
