@@ -114,7 +114,7 @@ from fault_tolerant_transformer_lab.publication import (
     write_atomically,
 )
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-009
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-013
 def is_per_rank(
     participant: Any,  # of a rank's contract
 ) -> bool:  # True for generators, and for whatever says so in an attribute `per_rank`
@@ -123,7 +123,7 @@ def is_per_rank(
         participant, RankGenerators)
     return generators or bool(getattr(participant, "per_rank", False))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-013
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-017
 @dataclass(frozen=True)
 class RankState:
     "A captured state as it is written: what all ranks share, what the planner divides, what is this rank's alone."
@@ -165,7 +165,7 @@ class RankState:
                 hasher.update(byte_view(content) or b"")
         return hasher.hexdigest()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-015
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-019
 SCHEMA_VERSION = 1
 INDEX = "generation.json"
 MAX_INDEX_BYTES = 1 << 28
@@ -180,7 +180,7 @@ def shard_name(
     "The name of a rank's file in a generation."
     return f"rank-{rank:05d}.safetensors"
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-017
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-021
 @dataclass(frozen=True)
 class Chunk:
     "A box of a tensor, and where its bytes lie."
@@ -225,7 +225,7 @@ class ShardedTensor:
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in self.chunks]
         return TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(self.shape), chunks)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-019
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-023
 def _whole_numbers(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > 64 or not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
         raise ValueError("expected a list of whole numbers")
@@ -262,7 +262,7 @@ def _corners(boxes: Sequence[Chunk], dimensions: Sequence[int]) -> dict[tuple[in
             found[corner] = found.get(corner, 0) + (-1) ** sum(ends)
     return {corner: signs for corner, signs in found.items() if signs}
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-023
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-027
 @dataclass(frozen=True)
 class ShardFile:
     "One rank's file, as the generation knows it."
@@ -271,7 +271,7 @@ class ShardFile:
     file_digest: str  # of its header, which has the digests of all else
     own_digest: str  # of what is that rank's alone
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-024
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-028
 @dataclass(frozen=True)
 class GenerationManifest:
     "All that `generation.json` says."
@@ -326,7 +326,7 @@ class GenerationManifest:
                                 f"{MAX_INDEX_VALUES} values: put long plain values into tensors, or use fewer ranks")
         return f'{{"digest":"{blake3(text.encode()).hexdigest()}","document":{text}}}\n'.encode("ascii")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-026
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-030
 def _no_tensor(*_: Any) -> Any:
     raise ContractError("configuration, identity, environment and lineage are plain data; leave tensors out of them")
 
@@ -363,7 +363,7 @@ def _parse_index(data: bytes, where: str) -> GenerationManifest:
         raise _corrupt(f"malformed: {type(error).__name__}: {error}") from None
     return manifest
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-028
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-032
 def _require_consistent(manifest: GenerationManifest, digest: str) -> None:
     if type(manifest.step) is not int or manifest.step < 0 or not manifest.files:
         raise ValueError("step and files")
@@ -406,7 +406,7 @@ def _require_types(manifest: GenerationManifest) -> None:
         if type(file.file_digest) is not str or type(file.own_digest) is not str:
             raise ValueError(f"{file.name}: expected digests as text")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-032
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-036
 _LOST = frozenset(getattr(errno, name, None) for name in (
     "ENOENT", "ELOOP", "ENXIO", "EIO", "EBADMSG", "EILSEQ", "EUCLEAN")) - {None}
 
@@ -435,7 +435,7 @@ def _read_index(path: Path, where: str) -> bytes:
     raise CheckpointCorruptError(f"{where}: expected a regular file of at most {MAX_INDEX_BYTES} bytes, found another "
                                  "or something else; use another generation", INDEX)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-033
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-037
 def read_generation(
     folder: Path | str,  # such as checkpoints/step-00000004
 ) -> GenerationManifest:  # checked in itself; no rank's file is opened
@@ -451,7 +451,7 @@ def read_generation(
         raise CheckpointCorruptError(f"{folder.name}: {min(other)} {what}; use another generation", min(other))
     return manifest
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-035
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-039
 @contextmanager
 def open_shards(
     folder: Path,  # a generation
@@ -482,7 +482,7 @@ def _own_digest(header: Manifest) -> str | None:
     own = {name: digest for name, digest in header.digests.items() if name.startswith("own.")}
     return blake3(canonical_json([plain["own"], own]).encode()).hexdigest()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-037
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-041
 def verify_generation(
     folder: Path | str,  # such as checkpoints/step-00000004
 ) -> GenerationManifest:
@@ -503,7 +503,7 @@ def verify_generation(
                                              "that the generation describes; use another generation", name)
     return manifest
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-039
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-043
 class ShardReader(StorageReader):
     "A generation as the planner reads it, through `torch.distributed.checkpoint.load` or directly."
 
@@ -598,14 +598,14 @@ class ShardReader(StorageReader):
         "Whether a name is that of a generation."
         return (Path(checkpoint_id) / INDEX).is_file()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-041
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-045
 def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     "A view of a box of a tensor."
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dimension, offset, size)
     return tensor
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-043
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-047
 class PlannedTensor:
     "A box of a tensor of a generation, put together from the chunks of whoever wrote it (a `StoredTensor`)."
 
@@ -643,7 +643,7 @@ class PlannedTensor:
         self.load_into(out)
         return out
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-045
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-049
 @dataclass(frozen=True, eq=False)
 class SlicedTensor:
     "A box of a tensor that lies whole in one file (a `StoredTensor`)."
@@ -668,7 +668,7 @@ class SlicedTensor:
         "The box as a new contiguous tensor on the CPU; the whole tensor is in memory for a moment."
         return _box(self.stored.load(), self.offsets, self.shape).contiguous()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-047
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-051
 def box_of(
     contract: Contract | None,  # of this rank; None wants all of everything
     path: TreePath,  # of a tensor in the state; the first step is the participant
@@ -682,7 +682,7 @@ def box_of(
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets) if math.prod(sizes) else (0,) * len(shape), tuple(sizes)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-049
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-053
 @dataclass(frozen=True)
 class _Reference:
     "Stands for a tensor until it is known which part of it is wanted."
@@ -718,13 +718,13 @@ def _sliced(contract: Contract, saved: SavedState) -> SavedState:
             boxes[id(leaf)] = leaf if same else SlicedTensor(leaf, offsets, torch.Size(sizes))
     return dataclasses.replace(saved, tree=map_tensors(saved.tree, lambda leaf: boxes[id(leaf)]))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-051
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-055
 class FencedError(CheckpointError):
     """A newer attempt has taken the run over; nothing was published, and this process must end.
 
     Remedy: end this process, and leave the run to the newer attempt that the message names."""
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-052
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-056
 @dataclass(frozen=True)
 class Attempt:
     "One start of a run by a launcher, and the token with which it may publish."
@@ -739,7 +739,7 @@ class Attempt:
         "The content of `.attempt`."
         return dataclasses.asdict(self)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-053
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-057
 def read_attempt(
     directory: Path,  # of the store
 ) -> Attempt | None:  # None where no attempt of several ranks was ever begun
@@ -781,7 +781,7 @@ def new_attempt(
     return Attempt((before.number if before else 0) + 1, secrets.token_hex(16), os.getpid(), socket.gethostname(),
                    mine, _started(mine))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-055
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-059
 _ATTEMPT = ".attempt"
 
 
@@ -804,7 +804,7 @@ def _started(pid: int) -> str:
     fields = text.rpartition(")")[2].split()
     return "" if fields[0] == "Z" else fields[19]
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-060
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-064
 _GENERATION = re.compile(r"step-([0-9]{8,19})")
 _LEFT_OVER = re.compile(r"\.step-[0-9]{8,19}\.[0-9a-f]{32}\.tmp")
 
@@ -838,7 +838,7 @@ def generations_in(
     return sorted((one if one is not None else many, directory / name)  # type: ignore[misc]
                   for one, many, name in steps if one is not None or many is not None)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-063
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-067
 class ShardDisk(ForwardingDisk):
     "A disk that can also remove a directory."
 
@@ -867,7 +867,7 @@ def remove_tree(
         disk.release(fd)
     disk.remove_directory(directory, name)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-065
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-069
 class ShardWriter(StorageWriter):
     "Writes one rank's file, and on the coordinator the plan; `publish` makes the whole appear."
 
@@ -997,7 +997,7 @@ class ShardWriter(StorageWriter):
         "No metadata beside the plan."
         return None
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-066
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-070
 def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], dict[str, Any]]) -> ShardedTensor:
     "A tensor's metadata, translated field by field, with the place of each chunk by its offsets."
     chunks = []
@@ -1007,7 +1007,7 @@ def _described(found: TensorStorageMetadata, places: Mapping[tuple[int, ...], di
             chunks.append(Chunk(offsets, sizes, **places[offsets]))
     return ShardedTensor(found.properties.dtype, tuple(map(int, found.size)), tuple(chunks))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-069
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-073
 @dataclass(frozen=True)
 class RankRestored(Restored):
     "What a restore used, and whether the generators could go on."
@@ -1037,7 +1037,7 @@ def _copied(snapshot: Snapshot) -> Snapshot:
 
     return dataclasses.replace(snapshot, tree=map_tensors(snapshot.tree, _copy))
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-071
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-075
 def agree(
     action: Callable[[], Any],  # done on every rank; returns JSON data
     group: dist.ProcessGroup | None = None,  # None is the default group
@@ -1060,7 +1060,7 @@ def agree(
             raise _error_of(rank, other["error"], other["text"])
     return [other["result"] for other in told]
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-073
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-077
 @contextmanager
 def publication_lock(
     directory: Path,  # of the store
@@ -1083,7 +1083,7 @@ def publication_lock(
     finally:
         lock.release()
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-075
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-079
 def retain(
     disk: ShardDisk,  # the seam
     directory: int,  # the store's, open; the caller holds the lock
@@ -1110,7 +1110,7 @@ def retain(
         disk.sync_directory(directory)  # else a power loss could bring the name back without its files
         remove_tree(disk, directory, hidden)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-077
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-081
 class _Publishing:
     "How several ranks put a generation into a directory: the attempt, its fence, the parts, the rename."
 
@@ -1286,7 +1286,7 @@ class _Publishing:
             finally:
                 self.disk.release(directory)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-079
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-083
 class RankStore(_Publishing):
     """A directory of checkpoints that several ranks write together; inside the block this attempt may publish.
 
@@ -1393,7 +1393,7 @@ class RankStore(_Publishing):
             agree(lambda: contract.restore(found[0], **options), self._group)
         return tuple(missing)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-081
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-085
 TOLD_BY = "told by rank"  # begins the note of an error that another rank had
 
 
@@ -1420,7 +1420,7 @@ def newest_sound(
         else:
             return None
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-083
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-087
 def _begins_anew(participant: Any) -> bool:
     "Whether a participant can begin anew at another world size: generators, whose streams belong to ranks."
     return isinstance(participant, RandomGenerators | NamedGenerator)
@@ -1473,7 +1473,7 @@ def _looks_sound(path: Path) -> bool:
     except (CheckpointError, OSError):
         return False
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-085
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-089
 @contextmanager
 def saved_for(
     contract: Contract,  # of the rank that will be restored
@@ -1512,7 +1512,7 @@ def _continues(contract: Contract, name: str, state: Any) -> bool:
         return len(state.get("ranks", ())) == participant.ranks.size
     return "ranks" not in state and not any(isinstance(p, LocalShards) for p in contract.participants.values())
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-100
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-104
 @contextmanager
 def open_whole(
     folder: Path | str,  # a generation
@@ -1570,7 +1570,7 @@ def export_checkpoint(
         values = {f.name: getattr(saved, f.name) for f in dataclasses.fields(Snapshot)}
         return publish_one_file(Snapshot(**values | {"tree": tree}), path)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-102
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-106
 @contextmanager
 def open_any(
     path: Path | str,  # a generation's directory, or a one-file checkpoint
@@ -1594,7 +1594,7 @@ def diff_states(
                 found.append(difference)
     return found
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-103
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-107
 def _difference(where: str, a: Any, b: Any) -> Difference | None:
     "How two leaves differ; None where they do not."
     if a is ABSENT or b is ABSENT:
@@ -1616,7 +1616,7 @@ def _text(leaf: Any) -> Any:
     "A leaf as a `Difference` holds it."
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if hasattr(leaf, "load_into") else leaf
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-109
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-113
 @dataclass(eq=False)
 class Inert:
     "What a pickle would have made by calling something: the name, the arguments, the state, and no call."
@@ -1643,7 +1643,7 @@ def read_inert(
                               "with the program that wrote it") from error
     raise CheckpointError("expected a pickle, found one that does not end: copy the file again")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-110
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-114
 # What a description that was made to do harm raises: somebody else's file is refused in one line, whatever it says.
 _HOSTILE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, RuntimeError, TypeError,
             ValueError, EOFError, MemoryError, struct.error, zlib.error, zipfile.BadZipFile)
@@ -1659,7 +1659,7 @@ _LITERALS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BIN
                        "BINUNICODE8", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "LONG4"})
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-112
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-116
 def _follow(name: str, argument: Any, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> None:
     "One opcode."
     def _popped() -> list[Any]:
@@ -1713,7 +1713,7 @@ def _describe(name: str, argument: Any, stack: list[Any]) -> None:
     else:
         raise ValueError(f"opcode {name}")
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-116
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-120
 def read_dcp_folder(
     folder: Path | str,  # written by `torch.distributed.checkpoint`
 ) -> State:  # nested as it was saved
@@ -1769,7 +1769,7 @@ def import_checkpoint(
                               "with key=...") from error
     return publish_one_file(Snapshot(0, None, tree, {"imported": source.name}, {"imported": source.name}, {}, ()), path)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-118
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-122
 _STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
              "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
              "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
@@ -1791,7 +1791,7 @@ def _dtype_of(described: Any) -> torch.dtype:
         raise ValueError(f"{described.name} is no dtype")
     return dtype
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-120
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-124
 class _Building:
     "Builds what state is made of from its description: tensors, parameters and plain containers; each node once."
 
@@ -1899,7 +1899,7 @@ class _Building:
     def _big_endian(self) -> bool:
         return f"{self.prefix}byteorder" in self.archive.namelist() and self.member("byteorder") != b"little"
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-122
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-126
 def _within_reason(n_bytes: float, wanted: int) -> float:
     "What is left of a source's allowance once a tensor is taken; it begins as the size of the source."
     left = n_bytes - wanted / 64
@@ -1927,7 +1927,7 @@ def _bytes_of(path: Path, offset: int = 0, length: int | None = None) -> bytes:
         file.seek(offset)
         return file.read(length)
 
-# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-124
+# %% ../nbs/11a_sharded_checkpoints.ipynb #cell-128
 class _ForeignFolder:
     "A folder of torch.distributed.checkpoint, as its plan describes it."
 
