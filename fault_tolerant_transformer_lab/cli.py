@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from fault_tolerant_transformer_lab.sharded import GenerationManifest
     from fault_tolerant_transformer_lab.training import RunResult
 
-# %% ../nbs/10_cli.ipynb #cell-016
+# %% ../nbs/10_cli.ipynb #cell-020
 @dataclass(frozen=True)
 class Outcome:
     "What a command has to say, and the status with which the process ends."
@@ -97,7 +97,7 @@ class Help:
         "Give the text."
         return Outcome(self.text)
 
-# %% ../nbs/10_cli.ipynb #cell-020
+# %% ../nbs/10_cli.ipynb #cell-024
 def config_flags() -> type:  # a TypedDict without required keys, from which tyro makes one flag a key
     "Make one optional flag for each field of the configuration; its text is left to `parse_value`."
     flags = {
@@ -116,7 +116,7 @@ def configuration(
     "Read an experiment file and put the flags over it. Raises `ConfigError`."
     return load_config(path, {name: parse_value(name, text) for name, text in flags.items()})
 
-# %% ../nbs/10_cli.ipynb #cell-026
+# %% ../nbs/10_cli.ipynb #cell-030
 class UsageError(ValueError):
     """A command line that cannot be carried out; the message says what was expected, what arrived, and the remedy.
 
@@ -161,7 +161,7 @@ def parse_arguments(
     lines = [textwrap.fill(line, 80) if line[:1].strip() else line.rstrip() for line in output.getvalue().splitlines()]
     return Help("\n".join(lines).rstrip())
 
-# %% ../nbs/10_cli.ipynb #cell-030
+# %% ../nbs/10_cli.ipynb #cell-034
 def path_from(
     words: Sequence[str],  # one, as typed
 ) -> Path:
@@ -191,7 +191,7 @@ def number_from(
     except ValueError:
         raise ValueError(f"expected a number, got {words[0][:40]!r}") from None
 
-# %% ../nbs/10_cli.ipynb #cell-032
+# %% ../nbs/10_cli.ipynb #cell-036
 def made_by(
     make: Callable[[Sequence[str]], Any],  # one of the three above
     kind: type,  # what it makes
@@ -213,7 +213,7 @@ _Number = Annotated[float, made_by(number_from, float, "X")]
 _OptionalFloat = Annotated[float | None, made_by(number_from, float, "X"),
                            tyro.conf.arg(help_behavior_hint="(optional)")]
 
-# %% ../nbs/10_cli.ipynb #cell-035
+# %% ../nbs/10_cli.ipynb #cell-039
 def within(
     flag: str,  # the flag's name, for the message
     value: float | None,  # what arrived; None is a flag that was left out
@@ -224,7 +224,7 @@ def within(
     if value is not None and not least <= value <= most:
         raise UsageError(f"{flag}: expected a number from {least} to {most}, got {value}")
 
-# %% ../nbs/10_cli.ipynb #cell-038
+# %% ../nbs/10_cli.ipynb #cell-042
 _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "choose a path that this user may use",
@@ -271,7 +271,7 @@ def failure(
         return 2, str(error)
     return None
 
-# %% ../nbs/10_cli.ipynb #cell-042
+# %% ../nbs/10_cli.ipynb #cell-046
 _FOR_PROGRAMS = (
     (r"\b\w+(?:='?\w+'?)? \((--[a-z-]+(?: \w+)?)\)", r"\1"),  # resume='auto' (--resume auto)
     (r", (start a new run in another directory), or take over [a-z ]+ with only=", r" or \1"),
@@ -292,7 +292,7 @@ def for_command_line(
         message = regex.sub(pattern, instead, message)
     return message
 
-# %% ../nbs/10_cli.ipynb #cell-045
+# %% ../nbs/10_cli.ipynb #cell-049
 WIDTH = 100  # columns that every table fits into
 
 
@@ -326,7 +326,7 @@ def table(
                                for part, n, title in zip(parts, widths, header, strict=True)).rstrip())
     return "\n".join(lines)
 
-# %% ../nbs/10_cli.ipynb #cell-047
+# %% ../nbs/10_cli.ipynb #cell-051
 def size(
     n_bytes: int,  # a number of bytes
 ) -> str:  # such as "352.1 KiB"
@@ -348,7 +348,7 @@ def printable(
                     for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
-# %% ../nbs/10_cli.ipynb #cell-051
+# %% ../nbs/10_cli.ipynb #cell-055
 _logger = logging.getLogger("fault_tolerant_transformer_lab.cli")
 
 
@@ -402,7 +402,7 @@ def checkpoints_in(
                                 "check the path", empty=store.is_empty())
     return found
 
-# %% ../nbs/10_cli.ipynb #cell-053
+# %% ../nbs/10_cli.ipynb #cell-057
 def tensor_paths(
     manifest: "Manifest | GenerationManifest",  # a checkpoint's header
 ) -> dict[str, str]:  # such as "optimizer.state[0].exp_avg", by the name in the file, "optimizer.state.0.exp_avg"
@@ -421,7 +421,7 @@ def tensor_paths(
             paths.setdefault(leaf.name, format_path(path))
     return paths
 
-# %% ../nbs/10_cli.ipynb #cell-054
+# %% ../nbs/10_cli.ipynb #cell-058
 def examined_generation(
     path: Path,  # a directory
     *,
@@ -443,7 +443,7 @@ def examined_generation(
                                      f"it to {sharded_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-# %% ../nbs/10_cli.ipynb #cell-055
+# %% ../nbs/10_cli.ipynb #cell-059
 def examined(
     path: Path,  # a file, or the directory of a generation
     *,
@@ -474,7 +474,7 @@ def examined(
             f"{generation_name(manifest.step)} if that step is missing", "name")
     return manifest
 
-# %% ../nbs/10_cli.ipynb #cell-057
+# %% ../nbs/10_cli.ipynb #cell-061
 def latest_of(
     path: Path,  # a checkpoint file, a folder of checkpoints, or a run folder
     *,
@@ -514,7 +514,7 @@ def unless_outrun(
             if [checkpoints_in(path) for path in paths] == found:
                 raise
 
-# %% ../nbs/10_cli.ipynb #cell-059
+# %% ../nbs/10_cli.ipynb #cell-063
 # A flag of the configuration that is left out is left out of the mapping too.
 _ConfigFlags = Annotated[dict[str, str], tyro.conf.arg(name="", constructor_factory=config_flags)]
 _Words = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(
@@ -528,7 +528,7 @@ def as_json(
     "Write plain data as JSON that a script reads and a person can."
     return json_format.dumps(value, indent=2)
 
-# %% ../nbs/10_cli.ipynb #cell-061
+# %% ../nbs/10_cli.ipynb #cell-065
 @contextmanager
 def warned() -> Iterator[list[str]]:  # filled with the warnings that are logged inside
     "Remember which warnings were printed, so that they are not told twice."
@@ -571,7 +571,7 @@ def words_of(
         words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
-# %% ../nbs/10_cli.ipynb #cell-062
+# %% ../nbs/10_cli.ipynb #cell-066
 def summary(
     result: "RunResult",  # what `train` gave back
     train: "Train",  # the command
@@ -592,7 +592,7 @@ def summary(
     ]
     return "\n".join(f"{name:<10}  {value}" for name, value in facts)
 
-# %% ../nbs/10_cli.ipynb #cell-063
+# %% ../nbs/10_cli.ipynb #cell-067
 _Parallel = Literal["none", "ddp", "fsdp", "elastic"]
 
 
@@ -645,7 +645,7 @@ class TrainSmoke:
         "Train as `fttl train` does without further flags."
         return Train(config=self.config, output=self.output, overrides={}).run()
 
-# %% ../nbs/10_cli.ipynb #cell-076
+# %% ../nbs/10_cli.ipynb #cell-080
 def usual_way(
     config: ExperimentConfig,  # what is trained
 ) -> Literal["ddp", "elastic"]:
@@ -693,7 +693,7 @@ def check_ranks_wanted(
         raise UsageError(f"{flag}: expected no restarts, got {restarts} of them; ranks that are started again go on "
                          "from the newest checkpoint: leave it out, or ask for no restarts")
 
-# %% ../nbs/10_cli.ipynb #cell-078
+# %% ../nbs/10_cli.ipynb #cell-082
 def launched(
     train: "Train",  # with `nproc` and `parallel`
     config: ExperimentConfig,  # what it trains
@@ -727,7 +727,7 @@ def launched(
         return Outcome("", failed.status)
     return Outcome("")
 
-# %% ../nbs/10_cli.ipynb #cell-080
+# %% ../nbs/10_cli.ipynb #cell-084
 def trained_as_rank(
     train: "Train",  # with `parallel`, in a process that torchrun has started
     config: ExperimentConfig,  # what it trains
@@ -753,7 +753,7 @@ def trained_as_rank(
     here = n if os.environ.get("LOCAL_WORLD_SIZE") == str(n) else None
     return Outcome(summary(result, replace(train, nproc=here), told) if os.environ["RANK"] == "0" else "")
 
-# %% ../nbs/10_cli.ipynb #cell-081
+# %% ../nbs/10_cli.ipynb #cell-085
 def report_rank(
     rank: int,  # that failed first
     error: Exception,  # why
@@ -766,7 +766,7 @@ def report_rank(
     say(f"fttl: rank {rank}: {' '.join(for_command_line(message).split())}", sys.stderr)
     return status
 
-# %% ../nbs/10_cli.ipynb #cell-085
+# %% ../nbs/10_cli.ipynb #cell-089
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     "Check every byte of a checkpoint, of a folder of checkpoints, or of a run."
@@ -814,7 +814,7 @@ class Verify:
                                                       right=["step", "size"])
         return Outcome(text, 1 if damaged else 0, "; ".join(damaged))
 
-# %% ../nbs/10_cli.ipynb #cell-093
+# %% ../nbs/10_cli.ipynb #cell-097
 def lineage_line(
     segment: "Segment",  # one start or resume of the run
 ) -> str:  # a line of a log
@@ -864,7 +864,7 @@ def plain_manifest(
         "tensors": plain_tensors(manifest),
     }
 
-# %% ../nbs/10_cli.ipynb #cell-095
+# %% ../nbs/10_cli.ipynb #cell-099
 def _pairs(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -909,7 +909,7 @@ def inspection(
         table(["name", "dtype", "shape", "bytes"], rows, right=["bytes"]),
     ])
 
-# %% ../nbs/10_cli.ipynb #cell-097
+# %% ../nbs/10_cli.ipynb #cell-101
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Print a checkpoint's header, lineage and tensors, and where a run's time went; no tensor is read.
@@ -933,7 +933,7 @@ class Inspect:
             return Outcome(as_json(plain_manifest(path, manifest) | {"ledger": account.to_plain()}))
         return Outcome(f"{inspection(path, manifest)}\n{describe_account(account)}")
 
-# %% ../nbs/10_cli.ipynb #cell-103
+# %% ../nbs/10_cli.ipynb #cell-107
 def difference_row(
     difference: "Difference",  # one place at which two states differ
 ) -> tuple[str, str, str, str, str]:  # where, what, largest difference, ULP, share of elements
@@ -947,7 +947,7 @@ def difference_row(
     apart = "" if ulp is None else f"{ulp:,}" if ulp < 10**6 else f"{ulp:.1e}"
     return difference.path, "values", f"{difference.max_abs:.2g}", apart, f"{difference.share:.1%}"
 
-# %% ../nbs/10_cli.ipynb #cell-105
+# %% ../nbs/10_cli.ipynb #cell-109
 def differences_of(
     a: Path,  # a checkpoint, of one file or of several ranks
     b: Path,  # another
@@ -973,7 +973,7 @@ def recorded_differences(
         return []
     return diff_manifests(a, b) if isinstance(a, Manifest) and isinstance(b, Manifest) else None
 
-# %% ../nbs/10_cli.ipynb #cell-106
+# %% ../nbs/10_cli.ipynb #cell-110
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     "Compare two states bit by bit, after verifying both. A folder stands for its latest that verifies."
@@ -1007,7 +1007,7 @@ class Diff:
         how = "" if read else " by what their headers record; bytes not read"
         return Outcome(f"{a}\n{b}\n{rows}\ndifferent in {places}{how}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-113
+# %% ../nbs/10_cli.ipynb #cell-117
 def new_file(
     path: Path,  # to be written
 ) -> None:
@@ -1018,7 +1018,7 @@ def new_file(
         raise UsageError(f"{path}: expected a file in a folder that is there, got one in {path.absolute().parent}; "
                          "make that first")
 
-# %% ../nbs/10_cli.ipynb #cell-114
+# %% ../nbs/10_cli.ipynb #cell-118
 @dataclass(frozen=True, kw_only=True)
 class Export:
     "Write a checkpoint of several ranks as one file, all tensors whole. A folder stands for its newest that verifies."
@@ -1040,7 +1040,7 @@ class Export:
 
         return Outcome(written(export_checkpoint(source, self.file), self.file, source))
 
-# %% ../nbs/10_cli.ipynb #cell-115
+# %% ../nbs/10_cli.ipynb #cell-119
 @dataclass(frozen=True, kw_only=True)
 class Import:
     "Make a checkpoint to begin from out of weights that another program wrote; no code in them is run."
@@ -1064,7 +1064,7 @@ class Import:
         published = import_checkpoint(self.source, self.file, key=self.key or None, participant=self.participant)
         return Outcome(written(published, self.file, self.source))
 
-# %% ../nbs/10_cli.ipynb #cell-116
+# %% ../nbs/10_cli.ipynb #cell-120
 def written(
     published: "Published",  # what was written
     file: Path,  # as it was typed
@@ -1077,7 +1077,7 @@ def written(
     return f"{file}: {counted(n, 'tensor')}, {size(published.n_bytes)}, of step {published.step}, from {source}\n"\
         f"state {published.state_digest}"
 
-# %% ../nbs/10_cli.ipynb #cell-120
+# %% ../nbs/10_cli.ipynb #cell-124
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     "Print a short text from a checkpoint's model; the training data is not needed. A folder stands for its latest."
@@ -1115,7 +1115,7 @@ class Sample:
                                  temperature=self.temperature)
         return Outcome(write(tokens_BT[0].tolist()))
 
-# %% ../nbs/10_cli.ipynb #cell-122
+# %% ../nbs/10_cli.ipynb #cell-126
 def config_of(
     description: Mapping[str, Any],  # what a checkpoint says of its run
 ) -> ExperimentConfig:
@@ -1160,7 +1160,7 @@ def tokenizer_of(
     return (lambda text: tokenizer.encode(text).tolist() or [tokenizer.END_OF_DOCUMENT],
             lambda tokens: tokenizer.decode(tokens).lstrip("\f"))
 
-# %% ../nbs/10_cli.ipynb #cell-126
+# %% ../nbs/10_cli.ipynb #cell-130
 def counted(
     n: int,  # how many
     noun: str,  # of what, in the singular
@@ -1179,7 +1179,7 @@ def proof_outcome(
         f"{counted(facts['threads'], 'thread')}, {facts['jobs']} at a time\n\n" if facts else ""
     return Outcome(proof.to_json() if json else head + proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-130
+# %% ../nbs/10_cli.ipynb #cell-134
 def ranks_outcome(
     cells: "Sequence[MatrixCell]",  # one for each way of dying
     json: bool,  # JSON in place of the table
@@ -1196,7 +1196,7 @@ def ranks_outcome(
         "of the run that nobody disturbed"
     return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", status)
 
-# %% ../nbs/10_cli.ipynb #cell-134
+# %% ../nbs/10_cli.ipynb #cell-138
 @dataclass(frozen=True, kw_only=True)
 class Prove:
     "Stop and SIGKILL a run at every boundary, resume it, and compare it bit for bit with an uninterrupted one."
@@ -1292,7 +1292,7 @@ class Prove:
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from None
 
-# %% ../nbs/10_cli.ipynb #cell-136
+# %% ../nbs/10_cli.ipynb #cell-140
 def check_together(
     command: "Prove",  # as parsed
 ) -> None:
@@ -1329,7 +1329,7 @@ def check_together(
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{flag}: expected a file in a folder that is there, got {path}")
 
-# %% ../nbs/10_cli.ipynb #cell-139
+# %% ../nbs/10_cli.ipynb #cell-143
 def prove_ranks_of(
     command: "Prove",  # with `nproc`
     config: ExperimentConfig,  # of the run
@@ -1357,7 +1357,7 @@ def prove_ranks_of(
         cells.append(prove_launcher(config, parallel, n))
     return ranks_outcome(cells, command.json)
 
-# %% ../nbs/10_cli.ipynb #cell-141
+# %% ../nbs/10_cli.ipynb #cell-145
 def reports_of(
     command: "Prove",  # which names the files
     proof: "Proof",  # what they tell
@@ -1375,7 +1375,7 @@ def reports_of(
         if command.junit is not None:
             yield command.junit, junit_report(proof, target=named)
 
-# %% ../nbs/10_cli.ipynb #cell-143
+# %% ../nbs/10_cli.ipynb #cell-147
 def argument_from(
     text: str,  # as typed, such as "rows=24"
 ) -> tuple[str, Any]:  # the name and the value
@@ -1388,7 +1388,7 @@ def argument_from(
     except ValueError:
         return name, value
 
-# %% ../nbs/10_cli.ipynb #cell-147
+# %% ../nbs/10_cli.ipynb #cell-151
 @dataclass(frozen=True, kw_only=True)
 class CheckCertificate:
     "Do a certified proof again and compare. This imports and runs the function that the certificate names."
@@ -1412,7 +1412,7 @@ class CheckCertificate:
         verdict = "confirmed" if checked.confirmed else "NOT confirmed"
         return Outcome("\n".join([*signed, *checked.findings, verdict]), 0 if checked.confirmed else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-155
+# %% ../nbs/10_cli.ipynb #cell-159
 @dataclass(frozen=True, kw_only=True)
 class ProveScript:
     "Kill a training script, start it again, and compare its checkpoints with those of an uninterrupted run."
@@ -1473,7 +1473,7 @@ class ProveScript:
                 write_atomically(self.output / name, text.encode())
         return Outcome(proof.to_json() if self.json else proof.table(), 0 if proof.verdict == "EQUIVALENT" else 1)
 
-# %% ../nbs/10_cli.ipynb #cell-160
+# %% ../nbs/10_cli.ipynb #cell-164
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     "Say how often to save, and what is lost between failures."
@@ -1527,7 +1527,7 @@ class Plan:
 
         return ShardedSave(**needed, **rest, asynchronous=not self.synchronous)
 
-# %% ../nbs/10_cli.ipynb #cell-165
+# %% ../nbs/10_cli.ipynb #cell-169
 def takes_files(
     flag: str,  # that named it
     folder: Path,  # in which files shall be made
@@ -1554,7 +1554,7 @@ def can_be_written(
         raise UsageError(f"{flag}: expected a file or a new name, got {path}, which is neither and would be replaced")
     takes_files(flag, path.parent)
 
-# %% ../nbs/10_cli.ipynb #cell-167
+# %% ../nbs/10_cli.ipynb #cell-171
 @dataclass(frozen=True, kw_only=True)
 class CompareTuning:
     "Train all weights and then adapters alone, from the same start on the same batches, and write down both."
@@ -1587,7 +1587,7 @@ class CompareTuning:
         write_atomically(self.output, f"{as_json(found.to_plain())}\n".encode())
         return Outcome(found.table())
 
-# %% ../nbs/10_cli.ipynb #cell-172
+# %% ../nbs/10_cli.ipynb #cell-176
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real-faults", "states", "power", "soak",
              "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -1641,7 +1641,7 @@ class Crashtest:
                 return replace(outcome, status=1, complaint="; ".join(filter(None, (outcome.complaint, said))))
         return outcome
 
-# %% ../nbs/10_cli.ipynb #cell-175
+# %% ../nbs/10_cli.ipynb #cell-179
 def soak_outcome(
     tried: "Tried",  # kills, and what they broke
     runs: Path,  # where the runs are kept if anything was lost
@@ -1691,7 +1691,7 @@ class Soak:
             shutil.rmtree(folder)
         return soak_outcome(tried, folder / "runs")
 
-# %% ../nbs/10_cli.ipynb #cell-179
+# %% ../nbs/10_cli.ipynb #cell-183
 COMMANDS = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Prove, tyro.conf.subcommand("prove")]
@@ -1734,7 +1734,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
-# %% ../nbs/10_cli.ipynb #cell-181
+# %% ../nbs/10_cli.ipynb #cell-185
 class WarningLines(logging.Handler):
     "Prints each warning as one line on standard error."
 
@@ -1775,7 +1775,7 @@ def warnings_in_lines(
     finally:
         logger.removeHandler(handler)
 
-# %% ../nbs/10_cli.ipynb #cell-183
+# %% ../nbs/10_cli.ipynb #cell-187
 def execute(
     read: Callable[[], Command],  # parses the command line
     prog: str,  # the command's name, for messages
