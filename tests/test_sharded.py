@@ -144,12 +144,12 @@ def test_a_store_exchanged_between_publication_and_retention_keeps_its_generatio
         assert {"step-00000001", "step-00000002"} <= set(os.listdir(folder))
 
 
-def is_pickle(data):
-    "Whether bytes are a pickle of protocol 2 or later, or what `torch.save` writes."
+def is_pickle(data, begins=b"\x80"):
+    "Whether bytes are a pickle, by default of protocol 2 or later, or what `torch.save` writes."
     if zipfile.is_zipfile(io.BytesIO(data)):
         return True
     with suppress(ValueError, IndexError):
-        return data[:1] == b"\x80" and bool(list(pickletools.genops(data)))
+        return data.startswith(begins) and bool(list(pickletools.genops(data)))
     return False
 
 
@@ -167,7 +167,7 @@ def texts_in(node):
 def pickles_in(path):
     "What of a file is a pickle: all of it, the bytes of a tensor, or bytes that stand as text in its JSON."
     data = path.read_bytes()
-    found, texts = [path.name] if is_pickle(data) else [], []
+    found, texts = [path.name] if is_pickle(data, begins=b"") else [], []  # a whole file: of any protocol
     if path.suffix == ".safetensors":
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8:8 + length])
@@ -175,8 +175,8 @@ def pickles_in(path):
         found += [name for name, entry in header.items() if name != "__metadata__"
                   and is_pickle(data[8 + length + entry["data_offsets"][0]:8 + length + entry["data_offsets"][1]])]
     elif path.suffix in (".json", ".jsonl"):
-        texts = [text for line in data.splitlines() if path.suffix == ".jsonl" for text in texts_in(json.loads(line))]
-        texts = texts or [*texts_in(json.loads(data))]
+        documents = data.splitlines() if path.suffix == ".jsonl" else [data]
+        texts = [text for document in documents for text in texts_in(json.loads(document))]
     for text in texts:
         with suppress(ValueError):
             found += [text] if is_pickle(base64.b64decode(text, validate=True)) else []
