@@ -37,7 +37,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from blake3 import blake3
@@ -94,10 +94,22 @@ def start_child(
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
-    parent, child = os.getpid(), _fork()
-    if child:
+    parent, child = os.getpid(), 0
+    try:
+        with _signals_held():
+            child = _fork()
+            if not child:
+                _be_child(work, parent, reading, writing)
+    except BaseException:  # no fork, or a signal that was held
+        _end_now(child)
+        os.close(reading)
+        raise
+    finally:
         os.close(writing)
-        return child, reading
+    return child, reading
+
+
+def _be_child(work: Callable[[], Any], parent: int, reading: int, writing: int) -> NoReturn:
     status = 1
     try:
         _end_with(parent)
@@ -113,6 +125,16 @@ def start_child(
         os._exit(status)
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    "Let SIGINT and SIGTERM wait: a fork calls hooks, such as the one of `logging`, and what is raised in those is lost."
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _fork() -> int:
     "Fork; what is garbage here is not destroyed in the child, whose destructors would wait for threads it has not got."
     with collector_at_rest():
@@ -123,12 +145,14 @@ def _fork() -> int:
 
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def _end_with(parent: int) -> None:
     "In a child: do not outlive the parent, whatever ends that (elsewhere than on Linux only an orderly end does)."
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
@@ -153,9 +177,10 @@ def end_of(
 
 
 def _end_now(child: int) -> None:
-    with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    if child:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def in_child(
@@ -172,9 +197,12 @@ def in_parallel(
     "Run shares of some work in forked children at the same time; where one fails, the others are ended."
     if n_workers <= 1:
         return [work(0, 1)]
-    waiting = [start_child(lambda i=i: work(i, n_workers)) for i in range(n_workers)]  # type: ignore[misc]
-    results = []
+    waiting: list[tuple[int, int]] = []
     try:
+        for i in range(n_workers):
+            with _signals_held():  # none between the start of a child and its place in the list
+                waiting.append(start_child(lambda i=i: work(i, n_workers)))  # type: ignore[misc]
+        results = []
         while waiting:
             results.append(end_of(*waiting.pop(0)).value())
     finally:
@@ -2595,16 +2623,31 @@ def stale_names(
 ROOM = 32  # MiB that a reader may take besides the length of the file: its buffers, one for each core, up to 16
 
 
+def _highest() -> int:
+    "Bytes of memory that this process has held at most."
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if sys.platform == "linux" else 0)
+
+
+def _shared() -> int:
+    "Bytes of its memory that a forked child has not written to: less by what it used of that which was free already."
+    with suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Shared_Dirty:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def memory_of(
     path: Path,  # a file that may be damaged
     reader: Callable[[Path], Any] = verify,  # reads it
 ) -> int:  # MiB
     "How much one read takes at its peak: in a process of its own, since a peak is never forgotten."
     def _one() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gc.disable()  # it writes into every object that it looks at
+        highest, shared = _highest(), _shared()
         with suppress(CheckpointError):
             reader(path)
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> (10 if sys.platform == "linux" else 20)
+        return (_highest() - highest + max(0, shared - _shared())) >> 20
 
     return int(in_child(_one).value())
 
@@ -2705,17 +2748,20 @@ def _holder(store: Path, orphaned: bool, forks: bool = False) -> tuple[int, int]
     ready_out, ready_in = os.pipe()
     done_out, done_in = os.pipe()
     pid_out, pid_in = os.pipe()
-    launcher = os.fork()
-    if launcher == 0:
-        child = os.fork() if orphaned else 0
-        if child == 0:
-            os.close(done_in)
-            os.write(pid_in, os.getpid().to_bytes(8, "little"))
-            try:
-                _hold(store, ready_in, done_out, forks)
-            finally:
-                os._exit(0)
-        signal.pause()
+    parent = os.getpid()
+    with _signals_held():
+        launcher = os.fork()
+        if launcher == 0:
+            _end_with(parent)
+            child = os.fork() if orphaned else 0
+            if child == 0:
+                os.close(done_in)
+                os.write(pid_in, os.getpid().to_bytes(8, "little"))
+                try:
+                    _hold(store, ready_in, done_out, forks)
+                finally:
+                    os._exit(0)
+            signal.pause()
     pid = int.from_bytes(os.read(pid_out, 8), "little")
     os.read(ready_out, 1)
     for fd in (ready_out, ready_in, done_out, pid_out, pid_in):
@@ -2751,8 +2797,7 @@ def _race(store: Path) -> list[str]:
         except CheckpointLockedError:
             return "refused"
 
-    children = [start_child(_one) for _ in range(2)]
-    outcomes = [end_of(*child).value() for child in children]
+    outcomes = in_parallel(lambda worker, n: _one(), 2)
     found = read_back(store)
     wrong = [] if "saved" in outcomes else ["both were refused"]
     if found.damaged or len(found.whole) != before + outcomes.count("saved"):

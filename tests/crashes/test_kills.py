@@ -7,6 +7,8 @@ import os
 import select
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -363,6 +365,62 @@ def test_a_child_ends_with_its_parent_and_workers_end_with_the_first_that_fails(
             break
         time.sleep(0.01)
     assert [lives(pid) for pid in pids] == [False, False]
+
+
+@pytest.mark.parametrize("at", ["before", "after_in_parent"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_midst_of_a_fork_is_neither_lost_nor_leaves_a_worker(tmp_path, at, number):
+    "What a handler raises in a hook of `os.register_at_fork` is printed and forgotten."
+    program = f"""
+import os, signal, time
+from fault_tolerant_transformer_lab.crashes import ended_by_sigterm, in_parallel
+
+def worker(number, n):
+    open(("first", "second")[number], "w").write(str(os.getpid()))
+    time.sleep(600)
+
+def before():
+    forks.append(1)
+    while len(forks) == 2 and not os.path.exists("first"):
+        time.sleep(0.01)
+
+def strike():
+    if len(forks) == 2:
+        signal.raise_signal({int(number)})
+
+forks = []
+os.register_at_fork({at}=strike)
+os.register_at_fork(before=before)  # the last one comes first
+with ended_by_sigterm():
+    in_parallel(worker, 2)
+print("gone on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True, capture_output=True, check=False,
+                          timeout=60)
+    assert done.returncode in (128 + number, -number) and "gone on" not in done.stdout, done.stderr
+    pids = [int(path.read_text()) for path in tmp_path.iterdir() if path.read_text()]
+    assert pids and not any(map(lives, pids))
+
+
+def test_where_no_second_worker_can_be_started_the_first_one_ends(tmp_path, monkeypatch):
+    def worker(number, n):
+        begun.write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def fork(forks=[], fork=crashes._fork):  # noqa: B006
+        while forks and not (begun.exists() and begun.read_text()):
+            time.sleep(0.01)
+        if forks:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        forks.append(1)
+        return fork()
+
+    begun, n_open = tmp_path / "begun", len(os.listdir("/dev/fd"))
+    monkeypatch.setattr(crashes, "_fork", fork)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        in_parallel(worker, 2)
+    assert not lives(int(begun.read_text()))
+    assert len(os.listdir("/dev/fd")) == n_open
 
 
 def lives(pid):
