@@ -172,3 +172,73 @@ def test_a_run_made_of_a_function_is_proven_and_diagnosed() -> None:
     found = diagnosis_of(quick(functools.partial(make_run, forget=True), steps=4, interrupt_at=[2]))
     assert found is not None and found.suspects[0].name == "optimizer" and found.step == 3
     assert found.batches is not None and found.batches[0] == found.batches[1]
+
+
+class OtherRows(ExampleRun):
+    "Takes other rows once it was resumed, as a loader does whose order nobody kept."
+
+    def advance(self) -> float:
+        if self.resumed_at < 0 and self.progress.step:
+            take = self.passes.take
+            self.passes.take = lambda n: (take(n) + torch.tensor([0, 5, 9, 13])) % 24
+        return super().advance()
+
+
+class HiddenMomentum(torch.optim.SGD):
+    "Weighs each gradient by a number that is in no `state_dict`."
+
+    weight = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        self.weight *= 0.5
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad, alpha=self.weight)
+                parameter.sub_(momentum, alpha=group["lr"])
+
+
+def without_a_forward_call(directory: Path):
+    "Its model is never called, and what it is given depends on a counter of its own."
+    torch.manual_seed(1)
+    model, count = torch.nn.Linear(3, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        optimizer.zero_grad()
+        loss = (torch.full((2, 3), float(count)) @ model.weight.T + model.bias).square().mean() / 100
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return run_from(step, model=model, optimizer=optimizer)
+
+
+def with_an_optimizer_that_keeps_something_back(directory: Path):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    optimizer = HiddenMomentum(model.parameters(), lr=0.1)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return run_from(step, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("make_run", "name", "reason"), [
+    (lambda directory: OtherRows(), "data position", "one of no step of the uninterrupted run"),
+    (without_a_forward_call, f"data position or {OUTSIDE}", "give record() a batch_digest to tell"),
+    (with_an_optimizer_that_keeps_something_back, "optimizer",
+     "what it updates from is not all in it; the first key that differs is optimizer.state[0].momentum"),
+], ids=["other rows", "no forward call", "hidden momentum"])
+def test_what_seldom_goes_wrong_has_its_suspect_too(make_run, name: str, reason: str) -> None:
+    found = diagnosis_of(quick(make_run, steps=4, interrupt_at=[2]))
+    assert found is not None and found.step == 3
+    assert found.suspects[0].name == name and reason in found.suspects[0].reason

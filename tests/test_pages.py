@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -143,6 +144,19 @@ def test_the_shell_of_the_readme_is_what_is_run_elsewhere():
     [cell] = [cell.source for cell in NOTEBOOKS["index"].cells if cell.source.startswith("%%bash")]
     assert cell.splitlines() == ["%%bash", "#| slow", "fttl prove"]
     assert "--flags slow" in (ROOT / ".ci" / "check").read_text(), "or that cell would be left out"
+
+
+@pytest.mark.long
+def test_the_first_command_of_the_readme_prints_what_the_readme_shows(tmp_path):
+    "In a clone of what is committed, from nothing: its own virtual environment, and all that it installs."
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env["PATH"] = os.pathsep.join(folder for folder in env["PATH"].split(os.pathsep)
+                                  if Path(folder).resolve() != Path(sys.prefix, "bin").resolve())
+    done = subprocess.run(["bash", "-c", blocks_of("README.md", "bash")[0]], cwd=tmp_path / "clone", env=env,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (ROOT / "README.md").read_text(), done.stdout
 
 
 def test_the_picture_of_the_readme_is_the_one_of_the_index():
