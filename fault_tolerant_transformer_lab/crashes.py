@@ -86,7 +86,41 @@ class ChildEnd:
         "What a child died of: the last line of its traceback, or its signal."
         return (self.said.strip().splitlines() or [f"signal {self.signal}"])[-1]
 
-# %% ../nbs/08_crashes.ipynb #cell-024
+# %% ../nbs/08_crashes.ipynb #cell-025
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    "Let SIGINT and SIGTERM wait until what is inside is through."
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _fork() -> int:
+    "Fork; what is garbage here is not destroyed in the child, whose destructors would wait for threads it has not got."
+    with collector_at_rest():
+        child = os.fork()
+        if not child:
+            gc.freeze()
+    return child
+
+
+def _end_with(parent: int) -> None:
+    "In a child: do not outlive the parent, whatever ends that (elsewhere than on Linux only an orderly end does)."
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+# %% ../nbs/08_crashes.ipynb #cell-026
 def start_child(
     work: Callable[[], Any],  # runs in the child; its result must be JSON data
 ) -> tuple[int, int]:  # process id, and a descriptor to read what it says
@@ -124,41 +158,7 @@ def _be_child(work: Callable[[], Any], parent: int, reading: int, writing: int) 
     finally:
         os._exit(status)
 
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    "Let SIGINT and SIGTERM wait: a fork calls hooks, such as the one of `logging`, and what is raised in those is lost."
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _fork() -> int:
-    "Fork; what is garbage here is not destroyed in the child, whose destructors would wait for threads it has not got."
-    with collector_at_rest():
-        child = os.fork()
-        if not child:
-            gc.freeze()
-    return child
-
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_ENDING = (signal.SIGINT, signal.SIGTERM)
-
-
-def _end_with(parent: int) -> None:
-    "In a child: do not outlive the parent, whatever ends that (elsewhere than on Linux only an orderly end does)."
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
-            os._exit(1)
-
-# %% ../nbs/08_crashes.ipynb #cell-027
+# %% ../nbs/08_crashes.ipynb #cell-029
 def end_of(
     child: int,  # process id, from `start_child`
     reading: int,  # from `start_child`
@@ -189,7 +189,7 @@ def in_child(
     "Run something in a forked child, which may not survive it."
     return end_of(*start_child(work))
 
-# %% ../nbs/08_crashes.ipynb #cell-030
+# %% ../nbs/08_crashes.ipynb #cell-032
 def in_parallel(
     work: Callable[[int, int], Any],  # called with a worker's number and how many there are
     n_workers: int,  # processes; 1 forks none
@@ -211,7 +211,7 @@ def in_parallel(
             os.close(reading)
     return results
 
-# %% ../nbs/08_crashes.ipynb #cell-033
+# %% ../nbs/08_crashes.ipynb #cell-035
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     "Let SIGTERM end this process as an exception does, so that children end and folders go; elsewhere it just ends."
@@ -224,7 +224,7 @@ def ended_by_sigterm() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-# %% ../nbs/08_crashes.ipynb #cell-039
+# %% ../nbs/08_crashes.ipynb #cell-041
 Moment = Literal["before", "middle", "after"]
 
 
@@ -263,7 +263,7 @@ def moments_of(
     "When a kill at this operation can make a difference."
     return ("before", "middle", "after") if record.n_bytes else ("before", "after")
 
-# %% ../nbs/08_crashes.ipynb #cell-043
+# %% ../nbs/08_crashes.ipynb #cell-045
 @dataclass(frozen=True)
 class Expectation:
     "What a reader must find after a crash."
@@ -302,7 +302,7 @@ def violations(
         wrong.append(f"the next save fails: {found.next_save}")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-047
+# %% ../nbs/08_crashes.ipynb #cell-049
 def read_back(
     directory: Path,  # a store's, which need not exist
 ) -> Found:
@@ -321,7 +321,7 @@ def read_back(
         return Found(latest.step if latest else 0, tuple(whole), tuple(damaged), stopped=stopped)
     return Found(latest.step if latest else 0, tuple(whole), tuple(damaged))
 
-# %% ../nbs/08_crashes.ipynb #cell-050
+# %% ../nbs/08_crashes.ipynb #cell-052
 @dataclass
 class Tried:
     "One kind of fault: how often it was tried, and what was lost."
@@ -353,7 +353,7 @@ class Tried:
         self.tried, self.lost = self.tried + other.tried, self.lost + other.lost
         self.examples = (self.examples + other.examples)[:5]
 
-# %% ../nbs/08_crashes.ipynb #cell-055
+# %% ../nbs/08_crashes.ipynb #cell-057
 MODES = ("sync", "async", "overlapped")  # see `ExperimentConfig.checkpoint_mode`
 LARGE = (8 << 20) + 1000  # bytes of ballast: more than chapter 05 writes through the page cache, and no whole page
 
@@ -404,7 +404,7 @@ class Way:
 
 WAITING = Way()
 
-# %% ../nbs/08_crashes.ipynb #cell-058
+# %% ../nbs/08_crashes.ipynb #cell-060
 def continue_example(
     directory: Path,  # a store's
     steps: int,  # completed steps to reach
@@ -423,7 +423,7 @@ def continue_example(
                 way.save(store, run.contract)
         return state_digest(run.contract.capture())
 
-# %% ../nbs/08_crashes.ipynb #cell-061
+# %% ../nbs/08_crashes.ipynb #cell-063
 def temporaries_in(
     directory: Path,  # a store's
 ) -> list[str]:
@@ -445,7 +445,7 @@ def gone_on(
         return [f"the run cannot go on: {type(error).__name__}: {error}"]
     return wrong + [f"{name} outlived the next save" for name in temporaries_in(store)]
 
-# %% ../nbs/08_crashes.ipynb #cell-064
+# %% ../nbs/08_crashes.ipynb #cell-066
 def kill_once(
     template: Path,  # a folder with a store in `checkpoints`, or without one
     place: Path,  # is made; a copy to be killed in
@@ -465,7 +465,7 @@ def kill_once(
     shutil.rmtree(place)
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-068
+# %% ../nbs/08_crashes.ipynb #cell-070
 def only_empty(
     folder: Path,  # to work in
 ) -> Path:  # the same
@@ -478,7 +478,7 @@ def only_empty(
                          "or move away what lies there")
     return folder
 
-# %% ../nbs/08_crashes.ipynb #cell-071
+# %% ../nbs/08_crashes.ipynb #cell-073
 class NotingDisk(RecordingDisk):
     "Also notes whether a file was written past the page cache: not every file system has that."
 
@@ -490,7 +490,7 @@ class NotingDisk(RecordingDisk):
         self.direct |= on and granted
         return granted
 
-# %% ../nbs/08_crashes.ipynb #cell-074
+# %% ../nbs/08_crashes.ipynb #cell-076
 @dataclass(frozen=True)
 class Rehearsal:
     "A save without any fault: what it does, and to what state the run comes afterwards."
@@ -526,7 +526,7 @@ def name_of_save(
     "Name a save."
     return ("a save with retention" if before else "a first save") + str(way)
 
-# %% ../nbs/08_crashes.ipynb #cell-077
+# %% ../nbs/08_crashes.ipynb #cell-079
 def kill_everywhere(
     work: Path,  # an empty folder to work in
     before: int,  # saves that precede the one that is killed; 0 kills the first of all
@@ -543,7 +543,7 @@ def kill_everywhere(
     tried.detail = {"operations": len(rehearsal.records), "direct": rehearsal.direct}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-081
+# %% ../nbs/08_crashes.ipynb #cell-083
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EINTR", "EMFILE", "EFBIG")
 SHORT = "short write"  # no error: a write takes half of its bytes
 REMEDIES = {  # what a reader needs to be told, by hand and not taken from the store
@@ -583,7 +583,7 @@ class FailingDisk(Disk):
         number = getattr(errno, self.code)
         raise OSError(number, os.strerror(number))
 
-# %% ../nbs/08_crashes.ipynb #cell-084
+# %% ../nbs/08_crashes.ipynb #cell-086
 def may_stay_silent(
     name: str,  # the operation that fails
     path: Path,  # what it is about
@@ -596,7 +596,7 @@ def may_stay_silent(
         return code == "EACCES" and path.name != "checkpoints"
     return name == "close" and path.name == ".lock"
 
-# %% ../nbs/08_crashes.ipynb #cell-087
+# %% ../nbs/08_crashes.ipynb #cell-089
 def untold(
     error: Exception | None,  # what a caller got
     failed: tuple[str, Path],  # the operation that failed, and what it was about
@@ -625,7 +625,7 @@ def missing_in(
     facts = {"operation": failed[0], "path": failed[1].name, "errno": code, "remedy": REMEDIES[code]}
     return [fact for fact, text in facts.items() if text not in told]
 
-# %% ../nbs/08_crashes.ipynb #cell-091
+# %% ../nbs/08_crashes.ipynb #cell-093
 HEARINGS = ("the result", "the next save", "the exit")  # where a run is told of a save in the background
 AT_ONCE = "the call itself"  # where it is told of a save that it waits for, and of what a save does before it goes on
 _OPENED_AGAIN = "the store is opened again"  # stands among the operations of a `FailingDisk`
@@ -676,7 +676,7 @@ class Sufferer:
             begun.result()
         return n_saves
 
-# %% ../nbs/08_crashes.ipynb #cell-094
+# %% ../nbs/08_crashes.ipynb #cell-096
 def fail_once(
     store: Path,  # a store's directory
     before: int,  # steps that it holds
@@ -733,7 +733,7 @@ def another_failed(
         return []
     return [f"{name} {path.name} failed in the place of {meant.name} {meant.path.name}"]
 
-# %% ../nbs/08_crashes.ipynb #cell-099
+# %% ../nbs/08_crashes.ipynb #cell-101
 def fail_everywhere(
     work: Path,  # an empty folder to work in
     before: int,  # saves that precede the one that fails
@@ -762,7 +762,7 @@ def fail_everywhere(
                     "told by": dict(heard)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-105
+# %% ../nbs/08_crashes.ipynb #cell-107
 BLOCK = 4096
 Profile = Literal["ordered", "weak", "non-atomic rename"]
 PROFILES: tuple[Profile, ...] = ("ordered", "weak", "non-atomic rename")
@@ -782,7 +782,7 @@ def laid_out(
         content[number * BLOCK:number * BLOCK + len(part)] = part
     return bytes(content)
 
-# %% ../nbs/08_crashes.ipynb #cell-108
+# %% ../nbs/08_crashes.ipynb #cell-110
 class PageCache:
     "One file: what is on the device for certain, and what is not."
 
@@ -827,7 +827,7 @@ class PageCache:
         self.durable, self.sizes, self.doomed = b"", [len(self.cached)], set(numbers)
         self.blocks = [(n, bytes(self.cached[n * BLOCK:(n + 1) * BLOCK])) for n in numbers]
 
-# %% ../nbs/08_crashes.ipynb #cell-111
+# %% ../nbs/08_crashes.ipynb #cell-113
 def contents_after(
     file: PageCache,  # when the power goes
 ) -> list[bytes]:
@@ -845,7 +845,7 @@ def contents_after(
                 found[laid_out(file.durable, blocks, size, fill)] = None
     return list(found)
 
-# %% ../nbs/08_crashes.ipynb #cell-114
+# %% ../nbs/08_crashes.ipynb #cell-116
 @dataclass(frozen=True)
 class EntryChange:
     "One change of a directory's entries: names that get a file, and names that go."
@@ -876,7 +876,7 @@ def renamed(
         return EntryChange(added=added), EntryChange(removed=removed)
     return (EntryChange(added, removed),)
 
-# %% ../nbs/08_crashes.ipynb #cell-117
+# %% ../nbs/08_crashes.ipynb #cell-119
 class Names:
     "The names in all directories: what is on the device for certain, and which changes are not."
 
@@ -915,7 +915,7 @@ class Names:
             found[tuple(sorted((path, names[path]) for path in reached))] = None
         return [dict(names) for names in found]
 
-# %% ../nbs/08_crashes.ipynb #cell-120
+# %% ../nbs/08_crashes.ipynb #cell-122
 class FileSystem:
     "A file system as a crash sees it: everything that may be there when the power is back."
 
@@ -964,7 +964,7 @@ class FileSystem:
         elif record.name == "sync_directory":
             self.names.pin(path)
 
-# %% ../nbs/08_crashes.ipynb #cell-123
+# %% ../nbs/08_crashes.ipynb #cell-125
 def states_after(
     system: FileSystem,  # when the power goes
 ) -> Iterator[dict[str, bytes | None]]:  # by name; None is a directory
@@ -982,7 +982,7 @@ def states_after(
                 given[lock] = variants[lock][i % len(variants[lock])]
             yield {str(path): given.get(number) for path, number in reached.items()}
 
-# %% ../nbs/08_crashes.ipynb #cell-130
+# %% ../nbs/08_crashes.ipynb #cell-132
 def tiny_contract(
     step: int,  # completed steps
     n_blocks: int = 1,  # blocks of 4,096 bytes that its file has besides the header's
@@ -996,7 +996,7 @@ def tiny_contract(
         progress.record(1 / (i + 1), n_tokens=1)
     return Contract(identity={"blocks": n_blocks}, model=model, progress=progress)
 
-# %% ../nbs/08_crashes.ipynb #cell-133
+# %% ../nbs/08_crashes.ipynb #cell-135
 @dataclass(frozen=True)
 class Recording:
     "What some saves did to the disk, and what was promised at each moment."
@@ -1015,7 +1015,7 @@ def content_of(
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
             for path in sorted(root.rglob("*"))}
 
-# %% ../nbs/08_crashes.ipynb #cell-136
+# %% ../nbs/08_crashes.ipynb #cell-138
 def record_saves(
     root: Path,  # an empty folder
     *,
@@ -1050,7 +1050,7 @@ def record_saves(
     _note(acknowledged, before + saves)
     return Recording(root, base, tuple(disk.records), tuple(expected), n_blocks)
 
-# %% ../nbs/08_crashes.ipynb #cell-139
+# %% ../nbs/08_crashes.ipynb #cell-141
 def crash_states(
     recording: Recording,  # what was done
     profile: Profile,  # what the file system may do with it
@@ -1064,7 +1064,7 @@ def crash_states(
         for content in states_after(system):
             yield content, recording.expected[point], where
 
-# %% ../nbs/08_crashes.ipynb #cell-142
+# %% ../nbs/08_crashes.ipynb #cell-144
 @dataclass
 class CrashState:
     "One thing that may be on the device after a crash, and every promise that it has to keep."
@@ -1098,7 +1098,7 @@ def distinct_states(
             state.expected.setdefault(promise, where)
     return states
 
-# %% ../nbs/08_crashes.ipynb #cell-145
+# %% ../nbs/08_crashes.ipynb #cell-147
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, mode=0o700)
     return folder
@@ -1116,7 +1116,7 @@ def build(
         else:
             path.write_bytes(data)
 
-# %% ../nbs/08_crashes.ipynb #cell-148
+# %% ../nbs/08_crashes.ipynb #cell-150
 def resume_and_save(
     store: Path,  # its directory
     latest: int,  # step that a reader got; 0 for none
@@ -1144,7 +1144,7 @@ def look_and_go_on(
     found = read_back(store)
     return replace(found, next_save=resume_and_save(store, found.latest, n_blocks))
 
-# %% ../nbs/08_crashes.ipynb #cell-151
+# %% ../nbs/08_crashes.ipynb #cell-153
 def examine(
     content: Mapping[str, bytes | None],  # of a state
     root: Path,  # a folder that does not exist; removed again
@@ -1182,7 +1182,7 @@ def described(
         said[base] = "whole" if data == full else f"{len(data):,} bytes, {right} of {n} blocks written"
     return said
 
-# %% ../nbs/08_crashes.ipynb #cell-154
+# %% ../nbs/08_crashes.ipynb #cell-156
 def judge_states(
     recording: Recording,  # what was done
     states: Mapping[bytes, CrashState],  # from `distinct_states`
@@ -1207,7 +1207,7 @@ def judge_states(
         total.merge(Tried(**part))
     return total
 
-# %% ../nbs/08_crashes.ipynb #cell-161
+# %% ../nbs/08_crashes.ipynb #cell-163
 @contextmanager
 def as_if_large() -> Iterator[None]:
     "Have small files written as those of 8 MiB and more are."
@@ -1230,11 +1230,11 @@ class CachedDisk(RecordingDisk):
         "Refuse."
         return not on
 
-# %% ../nbs/08_crashes.ipynb #cell-168
+# %% ../nbs/08_crashes.ipynb #cell-170
 MUTANTS: dict[str, type[RecordingDisk]] = {}  # by the line of the recipe that is missing or in the wrong place
 FIRST_SAVE = ("no fsync above a new directory",)  # of these the first save of all convicts
 
-# %% ../nbs/08_crashes.ipynb #cell-169
+# %% ../nbs/08_crashes.ipynb #cell-171
 _Mutant = TypeVar("_Mutant", bound=type[RecordingDisk])
 
 
@@ -1281,7 +1281,7 @@ def convict(
                 return Caught(name, len(seen), where, tuple(wrong), described(content, recording))
     return None
 
-# %% ../nbs/08_crashes.ipynb #cell-171
+# %% ../nbs/08_crashes.ipynb #cell-173
 @takes_out("no fsync of the file")
 class WithoutFileSync(RecordingDisk):
     "A disk that does not sync files: what `torch.save` followed by `os.replace` does."
@@ -1289,7 +1289,7 @@ class WithoutFileSync(RecordingDisk):
     def fsync(self, fd: int) -> None:  # fd: of which nothing is synced
         "Do nothing."
 
-# %% ../nbs/08_crashes.ipynb #cell-175
+# %% ../nbs/08_crashes.ipynb #cell-177
 @takes_out("no fsync of the directory")
 class WithoutDirectorySync(RecordingDisk):
     "A disk that does not sync directories."
@@ -1297,7 +1297,7 @@ class WithoutDirectorySync(RecordingDisk):
     def sync_directory(self, directory: int) -> None:  # directory: of which nothing is synced
         "Do nothing."
 
-# %% ../nbs/08_crashes.ipynb #cell-179
+# %% ../nbs/08_crashes.ipynb #cell-181
 @takes_out("no temporary name")
 class WithoutTemporary(RecordingDisk):
     "A disk that writes a checkpoint under its final name from the first byte."
@@ -1309,7 +1309,7 @@ class WithoutTemporary(RecordingDisk):
     def replace(self, directory: int, source: str, target: str) -> None:  # nothing is left to rename
         "Do nothing."
 
-# %% ../nbs/08_crashes.ipynb #cell-183
+# %% ../nbs/08_crashes.ipynb #cell-185
 @takes_out("rename before fsync")
 class RenameBeforeSync(RecordingDisk):
     "A disk that syncs the file only when it has its final name."
@@ -1330,7 +1330,7 @@ class RenameBeforeSync(RecordingDisk):
         self._paths.pop(self._late)
         os.close(self._late)
 
-# %% ../nbs/08_crashes.ipynb #cell-187
+# %% ../nbs/08_crashes.ipynb #cell-189
 @takes_out("retention before publication")
 class RetentionFirst(RecordingDisk):
     "A disk that removes the oldest checkpoint before the new one is there."
@@ -1350,7 +1350,7 @@ class RetentionBeforeSync(RecordingDisk):
         super().replace(directory, source, target)
         self.unlink(directory, min(n for n in os.listdir(directory) if step_of(n) is not None))
 
-# %% ../nbs/08_crashes.ipynb #cell-191
+# %% ../nbs/08_crashes.ipynb #cell-193
 @takes_out("no fsync above a new directory")
 class WithoutParentSync(RecordingDisk):
     "A disk that syncs a directory of checkpoints and not the directory above, in which its own name lies."
@@ -1360,7 +1360,7 @@ class WithoutParentSync(RecordingDisk):
         if self.path_of(directory).name == "checkpoints":
             super().sync_directory(directory)
 
-# %% ../nbs/08_crashes.ipynb #cell-195
+# %% ../nbs/08_crashes.ipynb #cell-197
 def _fail_with_eio(operation: Operation[None]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -1376,7 +1376,7 @@ class RetriedSync(RecordingDisk):
             self.perform("fsync", path, _fail_with_eio)
         super().fsync(fd)
 
-# %% ../nbs/08_crashes.ipynb #cell-199
+# %% ../nbs/08_crashes.ipynb #cell-201
 @takes_out("error of close not believed")
 class UnbelievedClose(RecordingDisk):
     "A disk whose close of each checkpoint fails, as on a network file system or at a quota, and which does not tell."
@@ -1388,7 +1388,7 @@ class UnbelievedClose(RecordingDisk):
                 self.perform("close", self.path_of(fd), _fail_with_eio)
         super().close(fd)
 
-# %% ../nbs/08_crashes.ipynb #cell-207
+# %% ../nbs/08_crashes.ipynb #cell-209
 class BrokenSync(RecordingDisk):
     "A disk on which the sync of one save's file fails, under a store that does the right thing."
 
@@ -1408,7 +1408,7 @@ class BrokenSync(RecordingDisk):
             self.perform("fsync", self.path_of(fd), _fail_with_eio)
         super().fsync(fd)
 
-# %% ../nbs/08_crashes.ipynb #cell-211
+# %% ../nbs/08_crashes.ipynb #cell-213
 SOAK = ExperimentConfig(
     vocab_size=32, block_size=8, d_model=16, n_heads=2, n_layers=1, dropout=0.1, seed=2712, steps=60, batch_size=2,
     learning_rate=3e-3, checkpoint_every=2, weight_decay=0.1, grad_clip=1.0,
@@ -1418,7 +1418,7 @@ CHAIN, LONGEST = 5, 10  # kills that each run gets at least, and at most
 FROM_START = 0.2  # share of the kills that are timed from the start of the process; the others from its first step
 _PHASES = ("starting", "before_forward", "after_backward", "after_update", "during_write", "after_publication")
 
-# %% ../nbs/08_crashes.ipynb #cell-214
+# %% ../nbs/08_crashes.ipynb #cell-216
 class Watched:
     "A run's child and its parent share this: where the child is, and which step it has acknowledged."
 
@@ -1455,7 +1455,7 @@ class Watched:
         "The last step that any attempt has computed: no checkpoint can be of a later one."
         return int.from_bytes(self._memory[16:], "little")
 
-# %% ../nbs/08_crashes.ipynb #cell-217
+# %% ../nbs/08_crashes.ipynb #cell-219
 def run_once(
     config: ExperimentConfig,  # what to train
     folder: Path,  # the run's
@@ -1475,7 +1475,7 @@ class Reference:
     metrics: bytes
     seconds: float  # it took
 
-# %% ../nbs/08_crashes.ipynb #cell-218
+# %% ../nbs/08_crashes.ipynb #cell-220
 def undisturbed(
     config: ExperimentConfig,  # what to train
     folder: Path,  # the run's
@@ -1507,7 +1507,7 @@ def broken_by_kills(
         wrong.append(f"{', '.join(left)} is left")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-221
+# %% ../nbs/08_crashes.ipynb #cell-223
 def _run_quietly(config: ExperimentConfig, folder: Path, watched: Watched) -> str:
     "In a child: what each start has to say about the kill before is no news here."
     logging.disable(logging.WARNING)
@@ -1535,7 +1535,7 @@ def attempt(
     ended.value()
     return False
 
-# %% ../nbs/08_crashes.ipynb #cell-224
+# %% ../nbs/08_crashes.ipynb #cell-226
 def _soak(
     work: Path, kills: int, config: ExperimentConfig, seed: int, reference: Reference, bar: "tqdm[Any]",
 ) -> Tried:
@@ -1572,7 +1572,7 @@ def _soak(
                     "modes": dict(modes)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-227
+# %% ../nbs/08_crashes.ipynb #cell-229
 def _soak_in_parallel(
     directory: Path, kills: int, config: ExperimentConfig, seed: int, n_workers: int, show: bool,
 ) -> Tried:
@@ -1595,7 +1595,7 @@ def _soak_in_parallel(
     total.detail |= {"phases": dict(sorted(phases.items())), "modes": dict(sorted(modes.items()))}
     return total
 
-# %% ../nbs/08_crashes.ipynb #cell-230
+# %% ../nbs/08_crashes.ipynb #cell-232
 def soak(
     directory: Path,  # empty or new, for the runs; what was made in it is removed again where nothing is lost
     *,
@@ -1627,7 +1627,7 @@ def soak(
         _remove()
     return total
 
-# %% ../nbs/08_crashes.ipynb #cell-234
+# %% ../nbs/08_crashes.ipynb #cell-236
 class FailingStore(FailingDisk):
     "Fails at one operation in the store's directory, once; what else a run writes is not counted."
 
@@ -1660,7 +1660,7 @@ def operations_of_a_save(
         raise RuntimeError(f"expected that a save begins with list_names and free_bytes, got {begins}")
     return range(first - 2, after - 2)
 
-# %% ../nbs/08_crashes.ipynb #cell-237
+# %% ../nbs/08_crashes.ipynb #cell-239
 def fail_in_a_run(
     folder: Path,  # is made
     disk: FailingStore,  # fails one operation
@@ -1689,7 +1689,7 @@ def fail_in_a_run(
         wrong.append(f"{failed_at[0]} was tried again")
     return wrong + broken_by_kills(folder, reference)
 
-# %% ../nbs/08_crashes.ipynb #cell-241
+# %% ../nbs/08_crashes.ipynb #cell-243
 def fail_in_training(
     work: Path,  # an empty folder to work in
     codes: Sequence[str] = ("EIO",),  # what to try at each operation
@@ -1714,7 +1714,7 @@ def fail_in_training(
     tried.detail = {"operations": len(places), "answers": dict(answers)}
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-245
+# %% ../nbs/08_crashes.ipynb #cell-247
 class NotPermittedError(OSError):
     "This machine does not let a fault be made: no root, no loop device, no such tool. Nothing of the store failed."
 
@@ -1735,7 +1735,7 @@ def _set_up(*command: str | Path) -> None:
     except RuntimeError as error:
         raise NotPermittedError(errno.EPERM, str(error)) from error
 
-# %% ../nbs/08_crashes.ipynb #cell-247
+# %% ../nbs/08_crashes.ipynb #cell-249
 def or_reason(
     work: Callable[[], _T],  # may raise `NotPermittedError`
 ) -> tuple[_T | None, str]:  # the result, and "" or why it was not permitted
@@ -1745,7 +1745,7 @@ def or_reason(
     except NotPermittedError as error:
         return None, error.strerror or str(error)
 
-# %% ../nbs/08_crashes.ipynb #cell-250
+# %% ../nbs/08_crashes.ipynb #cell-252
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 
@@ -1768,7 +1768,7 @@ def with_private_mounts(
     result, reason = in_child(lambda: or_reason(_work)).value()
     return result, reason
 
-# %% ../nbs/08_crashes.ipynb #cell-252
+# %% ../nbs/08_crashes.ipynb #cell-254
 def copy_sparse(
     source: Path,  # an image
     target: Path,  # is made, with the same holes
@@ -1789,7 +1789,7 @@ def copy_sparse(
                 if data.strip(b"\0"):
                     os.pwrite(new.fileno(), data, place)
 
-# %% ../nbs/08_crashes.ipynb #cell-255
+# %% ../nbs/08_crashes.ipynb #cell-257
 @dataclass(frozen=True)
 class FileSystemKind:
     "A file system to lose power on."
@@ -1812,7 +1812,7 @@ LARGE_BLOCKS = (8 << 20) // BLOCK + 2  # of a checkpoint that is written past th
 # of such files an image holds the three that are kept, and the one that is being written
 LARGE_FILE_SYSTEMS = tuple(replace(kind, n_mebibytes=max(kind.n_mebibytes, 160)) for kind in FILE_SYSTEMS)
 
-# %% ../nbs/08_crashes.ipynb #cell-258
+# %% ../nbs/08_crashes.ipynb #cell-260
 class Machine:
     "A file system in an image, mounted, whose power can be cut: the copy of the image is what the device had."
 
@@ -1853,7 +1853,7 @@ class Machine:
         "Unmount."
         _tool("umount", self.live)
 
-# %% ../nbs/08_crashes.ipynb #cell-260
+# %% ../nbs/08_crashes.ipynb #cell-262
 def cut_name(
     kind: FileSystemKind,  # where the power is cut
     neighbour: bool,  # see `Machine`
@@ -1897,7 +1897,7 @@ class CuttingDisk(NotingDisk):
             found = look_and_go_on(root / "checkpoints", self.n_blocks)
         self.tried.add(violations(found, self.promise), f"{self.machine.kind.name}, after {where}")
 
-# %% ../nbs/08_crashes.ipynb #cell-262
+# %% ../nbs/08_crashes.ipynb #cell-264
 def cut_everywhere(
     kind: FileSystemKind,  # where the store lies
     work: Path,  # an empty folder, best in memory
@@ -1959,7 +1959,7 @@ def power_cuts(
         results.append(Tried(name, not_run=reason) if reason else Tried(**tried))
     return results
 
-# %% ../nbs/08_crashes.ipynb #cell-268
+# %% ../nbs/08_crashes.ipynb #cell-270
 PeerState = dict[str, torch.Tensor]
 _PEER_SHAPE = (64, 1024)  # 256 KiB
 
@@ -1996,7 +1996,7 @@ def _safetensors_load(path: Path) -> PeerState:
     from safetensors.torch import load_file
     return load_file(path)
 
-# %% ../nbs/08_crashes.ipynb #cell-270
+# %% ../nbs/08_crashes.ipynb #cell-272
 def _dcp_save(state: PeerState, path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     dcp.save(state, checkpoint_id=path / f"step-{int(state['weight'][0, 0])}", no_dist=True)
@@ -2040,7 +2040,7 @@ PEERS = (
     Peer(OURS, _lab_save, _lab_load),
 )
 
-# %% ../nbs/08_crashes.ipynb #cell-272
+# %% ../nbs/08_crashes.ipynb #cell-274
 def found_after(
     peer: Peer,  # whose file it is
     path: Path,  # after the cut
@@ -2057,7 +2057,7 @@ def found_after(
         return "something else"
     return "new" if weight[0, 0] == steps[-1] else "old"
 
-# %% ../nbs/08_crashes.ipynb #cell-275
+# %% ../nbs/08_crashes.ipynb #cell-277
 PeerTable = dict[str, dict[str, dict[str, int]]]  # peer, file system, what was found, how often
 
 
@@ -2073,7 +2073,7 @@ def outcomes(
     widths = [max(len(row[i]) for row in rows) for i in range(len(systems) + 1)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-# %% ../nbs/08_crashes.ipynb #cell-278
+# %% ../nbs/08_crashes.ipynb #cell-280
 def peer_cuts(
     work: Path,  # an empty folder, best in memory
     repeats: int = 3,  # cuts for each peer on each file system
@@ -2113,7 +2113,7 @@ def peer_cuts(
             table[name][kind.name] = dict(Counter(outcomes))
     return table
 
-# %% ../nbs/08_crashes.ipynb #cell-283
+# %% ../nbs/08_crashes.ipynb #cell-285
 class WithoutSpaceCheck(Disk):
     "A disk that does not tell how much is free, so that it is the write that fails."
 
@@ -2133,7 +2133,7 @@ class RealFault:
     mend: Callable[[Path], Any] = lambda root: None  # takes the fault away; called with the mount point
     readable: bool = True  # whether the store can be read before that
 
-# %% ../nbs/08_crashes.ipynb #cell-284
+# %% ../nbs/08_crashes.ipynb #cell-286
 def _told(store: Path, steps: int) -> list[str] | None:
     "Save once and give the error's operation, errno and text; None where none was raised."
     try:
@@ -2172,7 +2172,7 @@ def _finish_elsewhere(store: Path, copy: Path) -> str:
     shutil.copytree(store, copy)
     return continue_example(copy, 4)
 
-# %% ../nbs/08_crashes.ipynb #cell-288
+# %% ../nbs/08_crashes.ipynb #cell-290
 def _tmpfs(options: str) -> Callable[[Path], None]:
     def _mount(root: Path) -> None:
         _set_up("mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "none", root)
@@ -2201,7 +2201,7 @@ def _remove_others(root: Path) -> None:
     for path in root.glob("other*"):
         path.unlink()
 
-# %% ../nbs/08_crashes.ipynb #cell-291
+# %% ../nbs/08_crashes.ipynb #cell-293
 def _limit(kind: int, value: int) -> Callable[[Path], None]:
     def _arrange(root: Path) -> None:
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
@@ -2217,7 +2217,7 @@ def _no_descriptor_left(root: Path) -> None:
 def _another_user(root: Path) -> None:
     os.setresuid(65534, 65534, 65534)
 
-# %% ../nbs/08_crashes.ipynb #cell-294
+# %% ../nbs/08_crashes.ipynb #cell-296
 def _on_image(n_bytes: int, *make: str) -> Callable[[Path], None]:  # n_bytes: of the sparse image; make: the command
     def _mount(root: Path) -> None:
         host = root.parent / "host"
@@ -2240,7 +2240,7 @@ def _fill_device(root: Path) -> None:
 def _free_device(root: Path) -> None:
     (root.parent / "host" / "other").unlink()
 
-# %% ../nbs/08_crashes.ipynb #cell-296
+# %% ../nbs/08_crashes.ipynb #cell-298
 def _quota_reached(root: Path) -> None:
     _set_up("btrfs", "quota", "enable", root)
     _set_up("btrfs", "qgroup", "limit", "4M", root)
@@ -2277,7 +2277,7 @@ REAL_FAULTS = (
     RealFault("file system shut down", _on_image(64 << 20, *_EXT4), _shut_down, "EIO", _mount_again, readable=False),
 )
 
-# %% ../nbs/08_crashes.ipynb #cell-299
+# %% ../nbs/08_crashes.ipynb #cell-301
 REAL_ERRNOS = "errnos of real faults"
 
 
@@ -2300,7 +2300,7 @@ def fail_really(
             tried.detail["told"][fault.name] = suffered[1]
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-303
+# %% ../nbs/08_crashes.ipynb #cell-305
 @dataclass(frozen=True)
 class SecondSync:
     "What happens when a failed fsync is tried again."
@@ -2333,7 +2333,7 @@ def sync_again(
     n_stored = os.stat(host / "image").st_blocks * 512
     return SecondSync(tuple(said), n_stored < len(data))
 
-# %% ../nbs/08_crashes.ipynb #cell-307
+# %% ../nbs/08_crashes.ipynb #cell-309
 def memory_cgroup() -> tuple[Path, str, str] | None:  # a parent group; its limit's and its events' file
     "Where this process may make a memory cgroup of its own: of version 2 or 1."
     lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
@@ -2347,14 +2347,14 @@ def memory_cgroup() -> tuple[Path, str, str] | None:  # a parent group; its limi
             return root, "memory.max", "memory.events"
     return None
 
-# %% ../nbs/08_crashes.ipynb #cell-310
+# %% ../nbs/08_crashes.ipynb #cell-312
 def kills_counted(
     events: str,  # text of a memory cgroup's file of events
 ) -> int:  # how often the kernel has killed in it; 0 also where it does not say
     "Read the one line that tells an OOM kill from any other SIGKILL."
     return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
 
-# %% ../nbs/08_crashes.ipynb #cell-313
+# %% ../nbs/08_crashes.ipynb #cell-315
 class HungryDisk(Disk):
     "Takes memory at one operation, until the kernel ends the process."
 
@@ -2380,7 +2380,7 @@ class HungryDisk(Disk):
             raise AssertionError(f"{len(eaten)} MiB were eaten, and the kernel did nothing")
         return call()
 
-# %% ../nbs/08_crashes.ipynb #cell-316
+# %% ../nbs/08_crashes.ipynb #cell-318
 def out_of_memory(
     work: Path,  # an empty folder on a real disk
     operations: Sequence[str] = ("create", "write", "fsync", "replace", "sync_directory"),  # where in a save
@@ -2423,7 +2423,7 @@ def _eat(store: Path, group: Path, name: str) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()))
     continue_example(store, 3, HungryDisk(name, 256 << 20))
 
-# %% ../nbs/08_crashes.ipynb #cell-320
+# %% ../nbs/08_crashes.ipynb #cell-322
 def two_checkpoints(
     work: Path,  # a folder without a store
 ) -> tuple[bytes, bytes]:
@@ -2432,7 +2432,7 @@ def two_checkpoints(
     found = Generations(work / "checkpoints").generations()
     return found[1].path.read_bytes(), found[0].path.read_bytes()
 
-# %% ../nbs/08_crashes.ipynb #cell-321
+# %% ../nbs/08_crashes.ipynb #cell-323
 @dataclass(frozen=True)
 class Damage:
     "One way to damage a file."
@@ -2457,7 +2457,7 @@ def flips(
         kind = "each byte of the header" if n < 0 else "single-bit flips"
         yield Damage(kind, f"byte {place} ^ {mask:#04x}", bytes(data))
 
-# %% ../nbs/08_crashes.ipynb #cell-324
+# %% ../nbs/08_crashes.ipynb #cell-326
 def misplaced(
     good: bytes,  # a sound file
     other: bytes,  # another sound file of the same run
@@ -2483,7 +2483,7 @@ def misplaced(
             mixed = [*blocks[:i], others[i], *blocks[i + 1:]]
             yield Damage("blocks of another step", str(i), b"".join(mixed))
 
-# %% ../nbs/08_crashes.ipynb #cell-327
+# %% ../nbs/08_crashes.ipynb #cell-329
 def sealed(
     text: str,  # a header's JSON, with 64 zeros where its own digest goes
     data: bytes,  # what follows
@@ -2496,7 +2496,7 @@ def sealed(
         header[at:at + 64] = blake3(bytes(header)).hexdigest().encode()
     return bytes(header) + data
 
-# %% ../nbs/08_crashes.ipynb #cell-330
+# %% ../nbs/08_crashes.ipynb #cell-332
 @dataclass(frozen=True)
 class Header:
     "A sound file in parts, to make forgeries from."
@@ -2525,7 +2525,7 @@ def taken_apart(
     name = next(key for key in entries if key != "__metadata__")
     return Header(text, good[n_header:], name, entries[name])
 
-# %% ../nbs/08_crashes.ipynb #cell-333
+# %% ../nbs/08_crashes.ipynb #cell-335
 def _forged_names_and_nesting(header: Header, shape: str) -> Iterator[Damage]:
     quoted, entry = json.dumps(header.name), json.dumps(header.entry, separators=(",", ":"))
     for what, data in {
@@ -2542,7 +2542,7 @@ def _forged_names_and_nesting(header: Header, shape: str) -> Iterator[Damage]:
     }.items():
         yield Damage("forged headers", what, data)
 
-# %% ../nbs/08_crashes.ipynb #cell-336
+# %% ../nbs/08_crashes.ipynb #cell-338
 def forgeries(
     good: bytes,  # a sound file
 ) -> Iterator[Damage]:
@@ -2566,7 +2566,7 @@ def _inside(entry: dict[str, Any]) -> str:
     "One key and its value as they stand in a header."
     return json.dumps(entry, separators=(",", ":"))[1:-1]
 
-# %% ../nbs/08_crashes.ipynb #cell-339
+# %% ../nbs/08_crashes.ipynb #cell-341
 def places_of(
     good: bytes,  # a sound file
     damaged: bytes,  # the same with some bytes changed, or of another length
@@ -2579,7 +2579,7 @@ def places_of(
     return {name for name, (begin, end) in spans.items()
             if good[n_header + begin:n_header + end] != damaged[n_header + begin:n_header + end]}
 
-# %% ../nbs/08_crashes.ipynb #cell-342
+# %% ../nbs/08_crashes.ipynb #cell-344
 def undetected(
     path: Path,  # a file that may be damaged
     places: Collection[str] = (),  # one of these must be named; none: any
@@ -2596,7 +2596,7 @@ def undetected(
         return [f"{type(error).__name__} instead of a refusal: {error}"]
     return ["it is taken for sound"]
 
-# %% ../nbs/08_crashes.ipynb #cell-345
+# %% ../nbs/08_crashes.ipynb #cell-347
 FORGED = ("forged offsets", "forged shapes", "forged headers", "absurd header sizes")  # there a name is told as well
 
 
@@ -2619,7 +2619,7 @@ def stale_names(
         tried.add(wrong, f"step {step}")
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-348
+# %% ../nbs/08_crashes.ipynb #cell-350
 ROOM = 32  # MiB that a reader may take besides the length of the file: its buffers, one for each core, up to 16
 
 
@@ -2651,7 +2651,7 @@ def memory_of(
 
     return int(in_child(_one).value())
 
-# %% ../nbs/08_crashes.ipynb #cell-351
+# %% ../nbs/08_crashes.ipynb #cell-353
 def greedy_reads(
     work: Path,  # a folder that does not exist
     reader: Callable[[Path], Any] = verify,  # reads the files
@@ -2669,7 +2669,7 @@ def greedy_reads(
     tried.detail["bytes"] = len(good)
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-354
+# %% ../nbs/08_crashes.ipynb #cell-356
 def damage_everywhere(
     work: Path,  # an empty folder, best in memory
     n_flips: int = 10_000,  # random single-bit flips
@@ -2696,7 +2696,7 @@ def damage_everywhere(
         total.setdefault(row["fault"], Tried(row["fault"])).merge(Tried(**row))
     return [*total.values(), stale_names(work / "stale"), greedy_reads(work / "large", reader)]
 
-# %% ../nbs/08_crashes.ipynb #cell-357
+# %% ../nbs/08_crashes.ipynb #cell-359
 def peer_flips(
     work: Path,  # an empty folder
     n: int = 300,  # flips for each peer
@@ -2719,7 +2719,7 @@ def peer_flips(
     return {peer.name: in_child(lambda peer=peer: _one(peer)).value()  # type: ignore[misc]
             for peer in PEERS if peer.name in ("torch.save", "safetensors save_file")}
 
-# %% ../nbs/08_crashes.ipynb #cell-363
+# %% ../nbs/08_crashes.ipynb #cell-365
 def _hold(store: Path, ready: int, done: int, forks: bool = False) -> None:
     "In a child: hold the lock until `done` closes, and say so through `ready`; forks: a child of its own says so."
     with CheckpointStore(store) as writer:
@@ -2742,7 +2742,7 @@ def refused_to(
     except CheckpointLockedError as error:
         return error.pid or 0
 
-# %% ../nbs/08_crashes.ipynb #cell-366
+# %% ../nbs/08_crashes.ipynb #cell-368
 def _holder(store: Path, orphaned: bool, forks: bool = False) -> tuple[int, int]:
     "A process that holds the lock, and a descriptor it waits for; orphaned: no launcher; forks: see `_hold`."
     ready_out, ready_in = os.pipe()
@@ -2784,7 +2784,7 @@ def _wait_for_end(pid: int, orphaned: bool) -> None:
             return
         time.sleep(0.005)
 
-# %% ../nbs/08_crashes.ipynb #cell-368
+# %% ../nbs/08_crashes.ipynb #cell-370
 def _race(store: Path) -> list[str]:
     "Two processes start at once; each saves one step more than it finds."
     before = len(Generations(store).generations())
@@ -2804,7 +2804,7 @@ def _race(store: Path) -> list[str]:
         wrong.append(f"{outcomes}, and {before} checkpoints became {len(found.whole)}, {len(found.damaged)} damaged")
     return wrong
 
-# %% ../nbs/08_crashes.ipynb #cell-371
+# %% ../nbs/08_crashes.ipynb #cell-373
 def two_writers(
     work: Path,  # an empty folder
     rounds: int = 20,  # of each case
@@ -2831,7 +2831,7 @@ def two_writers(
         tried.add(_race(store), f"race {i}")
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-375
+# %% ../nbs/08_crashes.ipynb #cell-377
 def _plant_link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
@@ -2872,7 +2872,7 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 PLACES = {"a checkpoint's name": generation_name(3), "the temporary name": f".{generation_name(3)}.tmp",
           "the lock's name": ".lock"}
 
-# %% ../nbs/08_crashes.ipynb #cell-378
+# %% ../nbs/08_crashes.ipynb #cell-380
 def hostile_once(
     work: Path,  # an empty folder
     plant: str,  # what is planted, one of `PLANTS`
@@ -2927,7 +2927,7 @@ def _step_restored(store: Path) -> int:
         writer.save(tiny_contract(3))
     return step
 
-# %% ../nbs/08_crashes.ipynb #cell-382
+# %% ../nbs/08_crashes.ipynb #cell-384
 OPEN_DIRECTORIES = ("the directory is a link", "others can write into it", "others can write into its parent")
 
 
@@ -2955,7 +2955,7 @@ def open_to_others(
     wrong = [] if any(f"{path.name}/ can be written by others" in text for text in said) else [f"told only {said}"]
     return wrong + ([] if step == 2 else [f"step {step} was restored"])
 
-# %% ../nbs/08_crashes.ipynb #cell-385
+# %% ../nbs/08_crashes.ipynb #cell-387
 def hostile_everywhere(
     work: Path,  # an empty folder
 ) -> Tried:
@@ -2971,7 +2971,7 @@ def hostile_everywhere(
         tried.add(open_to_others(_made(work / how), how), how)
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-389
+# %% ../nbs/08_crashes.ipynb #cell-391
 def copies(
     work: Path,  # an empty folder
     n: int = 30,  # copies
@@ -2994,7 +2994,7 @@ def copies(
         tried.add(wrong + gone_on(copy, 4, final), f"copy {i}")
     return tried
 
-# %% ../nbs/08_crashes.ipynb #cell-396
+# %% ../nbs/08_crashes.ipynb #cell-398
 @dataclass(frozen=True)
 class Scale:
     "How much of everything is tried."
@@ -3018,7 +3018,7 @@ SCALES = {
                   large_codes=(*ERRNOS, SHORT)),
 }
 
-# %% ../nbs/08_crashes.ipynb #cell-397
+# %% ../nbs/08_crashes.ipynb #cell-399
 def in_columns(
     head: Sequence[str],  # of each column
     rows: Sequence[Sequence[str]],  # their cells
@@ -3028,7 +3028,7 @@ def in_columns(
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines)
 
-# %% ../nbs/08_crashes.ipynb #cell-400
+# %% ../nbs/08_crashes.ipynb #cell-402
 @dataclass
 class Report:
     "What was tried and what was lost."
@@ -3085,7 +3085,7 @@ class Report:
         text += [f"not run: {reason}" for reason in self.not_run]
         return "\n".join(text + [f"not run at the scale {self.scale}: {name}" for name in self.left_out])
 
-# %% ../nbs/08_crashes.ipynb #cell-401
+# %% ../nbs/08_crashes.ipynb #cell-403
 def peer_tables(
     report: Report,  # what was tried
 ) -> dict[str, PeerTable]:  # by kind of cut; without the kinds that could not be had
@@ -3110,7 +3110,7 @@ def losses(
             *(f"mutant {name} was not caught" for name in report.uncaught),
             *(what for what, _ in taken_from_us(report))]
 
-# %% ../nbs/08_crashes.ipynb #cell-404
+# %% ../nbs/08_crashes.ipynb #cell-406
 def lines_of(
     report: Report,  # what was tried
 ) -> dict[str, tuple[str, str]]:  # by fault: tried, lost
@@ -3126,7 +3126,7 @@ def lines_of(
         lines[f"single-bit flips, loaded silently: {name}"] = (f"{counts['flips']}", f"{counts['loaded']}")
     return lines
 
-# %% ../nbs/08_crashes.ipynb #cell-407
+# %% ../nbs/08_crashes.ipynb #cell-409
 STATES_OF: dict[str, tuple[Way, type[RecordingDisk]]] = {  # the saves whose crash states are judged, and their disk
     "crash states after power loss, every file system model": (WAITING, RecordingDisk),
     "crash states of a save whose fsync fails and which writes anew": (WAITING, BrokenSync),
@@ -3197,7 +3197,7 @@ def _campaigns(
     yield "hostile", hostile_everywhere
     yield "copies", copies
 
-# %% ../nbs/08_crashes.ipynb #cell-410
+# %% ../nbs/08_crashes.ipynb #cell-412
 CAMPAIGNS = ("kills-0", "errnos-0", "kills-3", "errnos-3", "kills-background", "real faults", "states", "power",
              "soak", "memory", "damage", "writers", "hostile", "copies", "mutants", "peers")
 
@@ -3214,7 +3214,7 @@ def _compare(report: Report, work: Path, repeats: int, wanted: set[str]) -> None
         report.peers_beside = peer_cuts(_made(work / "peers beside"), repeats, neighbour=True)
         report.peer_flips = peer_flips(_made(work / "flips"))
 
-# %% ../nbs/08_crashes.ipynb #cell-413
+# %% ../nbs/08_crashes.ipynb #cell-415
 _IMPORTS = re.compile(rf"^ *from (?:{CheckpointStore.__module__.rpartition('.')[0]})?\.(\w+) import", re.MULTILINE)
 
 
@@ -3230,7 +3230,7 @@ def source_digests() -> dict[str, str]:  # by file name
             waiting += _IMPORTS.findall(text)
     return dict(sorted(digests.items()))
 
-# %% ../nbs/08_crashes.ipynb #cell-416
+# %% ../nbs/08_crashes.ipynb #cell-418
 def outdated(
     report: Report,  # recorded some time ago
 ) -> list[str]:  # nothing where it speaks for this code, whole
@@ -3253,7 +3253,7 @@ def outdated(
         wrong.append(f"not all of the {len(REAL_FAULTS)} faults of the kernel")
     return wrong + ([] if report.peers_beside else ["no power cut of peers after a neighbour's fsync"])
 
-# %% ../nbs/08_crashes.ipynb #cell-420
+# %% ../nbs/08_crashes.ipynb #cell-422
 _PREFIX = "fttl-crashtest-"
 
 
@@ -3307,7 +3307,7 @@ def working_folder(
         if folder.exists():
             warnings.warn(f"{folder} could not be removed whole: look at what is left, and remove it", stacklevel=2)
 
-# %% ../nbs/08_crashes.ipynb #cell-424
+# %% ../nbs/08_crashes.ipynb #cell-426
 _SMALL_ROOM = 128 << 20  # bytes that campaigns without images take at most: a few files of 8 MiB
 _IMAGES = ("power", "peers")  # these put file systems into the folder
 _MEMORY = Path("/dev/shm")
@@ -3333,7 +3333,7 @@ def roomy(
         return memory
     return None
 
-# %% ../nbs/08_crashes.ipynb #cell-427
+# %% ../nbs/08_crashes.ipynb #cell-429
 def place_to_work(
     directory: Path | None,  # a folder that was named
     wanted: Collection[str],  # campaigns
@@ -3353,7 +3353,7 @@ def place_to_work(
             f"some, name another folder{without}")
     return place
 
-# %% ../nbs/08_crashes.ipynb #cell-430
+# %% ../nbs/08_crashes.ipynb #cell-432
 def crashtest(
     *,
     scale: str = "ci",  # how much: one of `SCALES`
