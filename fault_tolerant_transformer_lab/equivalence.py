@@ -488,6 +488,7 @@ class Witness:
         "Take the hooks away and close the file."
         if self._watch is not None:
             self._watch.close()
+        self.contract = self._watch = self._auditor = None  # these hold the run, which is not to wait for a collector
         self.trace.close()
 
     def _see(self, event: str, step: int, **facts: object) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from fault_tolerant_transformer_lab import equivalence
+from fault_tolerant_transformer_lab.checkpoint_file import collector_at_rest
 from fault_tolerant_transformer_lab.config import ExperimentConfig
 from fault_tolerant_transformer_lab.contract import Contract, Progress, RandomGenerators
 from fault_tolerant_transformer_lab.equivalence import (
@@ -226,6 +228,21 @@ def test_an_average_outside_the_checkpoint_is_no_equivalence() -> None:
     assert proof.verdict is Verdict.NOT_EXERCISED and "did not survive: run.average" in proof.reason
     in_process(faulty("average left out"), steps=4, interrupt_at=[2], knock_out=False,
                expendable=["run.average"]).raise_if_different()
+
+
+def test_a_run_is_let_go_of_as_soon_as_its_attempt_is_over() -> None:
+    "What waits for the collector, such as a loader whose workers only end with it, would be there for long."
+    runs = []
+
+    def make(directory: Path) -> ExampleRun:
+        runs.append(weakref.ref(run := ExampleRun()))
+        return run
+
+    in_process(make, steps=3, interrupt_at=[1])  # the first optimizer imports a lot, which keeps its frames
+    runs.clear()
+    with collector_at_rest():
+        in_process(make, steps=3, interrupt_at=[1])
+        assert len(runs) > 3 and [run() for run in runs if run() is not None] == []
 
 
 def test_a_learning_rate_that_the_resume_sets_is_no_equivalence() -> None:
