@@ -37,6 +37,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -93,12 +94,29 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    "Let SIGINT and SIGTERM wait until what is inside is through."
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    "Let what SIGINT and SIGTERM call wait until what is inside is through; in another thread nothing is called."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
+    came, held = list[int](), True
+
+    def _wait(number: int, frame: FrameType | None) -> None:
+        if held:
+            came.append(number)
+        else:  # an earlier one was raised before this handler was taken away
+            handlers[number](number, frame)
+
     try:
+        for number in handlers:
+            signal.signal(number, _wait)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        held = False
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(signal.Signals(number))
 
 
 def _fork() -> int:
@@ -114,7 +132,7 @@ def _end_with(parent: int) -> None:
     "In a child: do not outlive the parent, whatever ends that (elsewhere than on Linux only an orderly end does)."
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
@@ -728,6 +746,8 @@ def another_failed(
     meant: Recorded,  # the one of the rehearsal, above whose store the folders have other names
 ) -> list[str]:  # nothing where it is that one
     "Say so where another operation failed than was meant."
+    if len(disk.seen) <= disk.k:
+        return [f"no operation failed in the place of {meant.name} {meant.path.name}: there were {len(disk.seen)}"]
     name, path = disk.seen[disk.k]
     if name == meant.name and (path.name == meant.path.name or "checkpoints" not in meant.path.parts):
         return []
@@ -2629,7 +2649,7 @@ def _highest() -> int:
 
 
 def _shared() -> int:
-    "Bytes of its memory that a forked child has not written to: less by what it used of that which was free already."
+    "Bytes that a forked child has not written to: less by what it used of memory free before; 0 where nobody counts."
     with suppress(OSError):
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
             if line.startswith("Shared_Dirty:"):
@@ -2722,11 +2742,12 @@ def peer_flips(
 # %% ../nbs/08_crashes.ipynb #cell-365
 def _hold(store: Path, ready: int, done: int, forks: bool = False) -> None:
     "In a child: hold the lock until `done` closes, and say so through `ready`; forks: a child of its own says so."
+    holder = os.getpid()
     with CheckpointStore(store) as writer:
         writer.save(tiny_contract(max([g.step for g in writer.generations()], default=0) + 1))
         if forks and os.fork():
             signal.pause()
-        os.write(ready, b"x")
+        os.write(ready, holder.to_bytes(8, "little"))
         os.read(done, 1)
         if forks:
             os._exit(0)
@@ -2747,28 +2768,30 @@ def _holder(store: Path, orphaned: bool, forks: bool = False) -> tuple[int, int]
     "A process that holds the lock, and a descriptor it waits for; orphaned: no launcher; forks: see `_hold`."
     ready_out, ready_in = os.pipe()
     done_out, done_in = os.pipe()
-    pid_out, pid_in = os.pipe()
-    parent = os.getpid()
-    with _signals_held():
-        launcher = os.fork()
-        if launcher == 0:
-            _end_with(parent)
-            child = os.fork() if orphaned else 0
-            if child == 0:
-                os.close(done_in)
-                os.write(pid_in, os.getpid().to_bytes(8, "little"))
-                try:
-                    _hold(store, ready_in, done_out, forks)
-                finally:
-                    os._exit(0)
+
+    def _launch() -> None:
+        os.close(done_in)
+        if orphaned and os.fork():
+            os.close(ready_in)
             signal.pause()
-    pid = int.from_bytes(os.read(pid_out, 8), "little")
-    os.read(ready_out, 1)
-    for fd in (ready_out, ready_in, done_out, pid_out, pid_in):
-        os.close(fd)
+        _hold(store, ready_in, done_out, forks)
+
+    launcher, said = start_child(_launch)
+    try:
+        os.close(ready_in)
+        os.close(done_out)
+        pid = int.from_bytes(os.read(ready_out, 8), "little")
+        if not pid:  # what it died of is in `said`
+            raise RuntimeError(f"nobody holds the lock: {os.read(said, 1 << 16).decode()}")
+    except BaseException:
+        _end_now(launcher)
+        os.close(done_in)
+        raise
+    finally:
+        os.close(ready_out)
+        os.close(said)
     if orphaned:
-        os.kill(launcher, signal.SIGKILL)
-        os.waitpid(launcher, 0)
+        _end_now(launcher)
     return pid, done_in
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -369,10 +370,11 @@ def test_a_child_ends_with_its_parent_and_workers_end_with_the_first_that_fails(
 
 @pytest.mark.parametrize("at", ["before", "after_in_parent"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_the_midst_of_a_fork_is_neither_lost_nor_leaves_a_worker(tmp_path, at, number):
-    "What a handler raises in a hook of `os.register_at_fork` is printed and forgotten."
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another thread"])
+def test_a_signal_in_the_midst_of_a_fork_is_neither_lost_nor_leaves_a_worker(tmp_path, at, number, beside):
+    "What a handler raises in a hook of `os.register_at_fork` is printed and forgotten; any thread may let a signal in."
     program = f"""
-import os, signal, time
+import os, signal, threading, time
 from fault_tolerant_transformer_lab.crashes import ended_by_sigterm, in_parallel
 
 def worker(number, n):
@@ -386,8 +388,11 @@ def before():
 
 def strike():
     if len(forks) == 2:
-        signal.raise_signal({int(number)})
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(0.05)  # another thread is woken for it
 
+if {beside}:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 forks = []
 os.register_at_fork({at}=strike)
 os.register_at_fork(before=before)  # the last one comes first
@@ -400,6 +405,32 @@ print("gone on")
     assert done.returncode in (128 + number, -number) and "gone on" not in done.stdout, done.stderr
     pids = [int(path.read_text()) for path in tmp_path.iterdir() if path.read_text()]
     assert pids and not any(map(lives, pids))
+
+
+def test_a_signal_at_any_moment_leaves_the_handlers_as_they_were():
+    "A timer strikes all over the place in which signals are held, its edges included."
+    def strike(number, frame):
+        if frame.f_code.co_name in ("_signals_held", "__enter__", "__exit__"):
+            raise KeyboardInterrupt
+
+    def struck():
+        n_struck, parent = 0, os.getpid()
+        signal.signal(signal.SIGTERM, strike)
+        standing = threading.Thread(target=lambda: [time.sleep(0.0003) or os.kill(parent, signal.SIGTERM)
+                                                    for _ in range(400)])
+        standing.start()
+        while standing.is_alive():
+            try:
+                with crashes._signals_held():
+                    pass
+            except KeyboardInterrupt:
+                n_struck += 1
+        left = signal.getsignal(signal.SIGTERM)
+        return [n_struck, left is strike, left.__closure__ and [cell.cell_contents for cell in left.__closure__
+                                                                if isinstance(cell.cell_contents, bool)]]
+
+    n_struck, as_it_was, held = in_child(struck).value()
+    assert n_struck > 20 and (as_it_was or held == [False])  # one that was left behind calls the one before it
 
 
 def test_where_no_second_worker_can_be_started_the_first_one_ends(tmp_path, monkeypatch):
