@@ -4,12 +4,13 @@
     python benchmarks/distributed_matrix.py --full     # 1 to 4 ranks, every boundary and operation: half an hour
 
 A full run writes benchmarks/results/distributed_matrix.json, which notebook 11c shows; with --resume it goes on where
-an interrupted one was, and keeps the groups that were finished. Every kill but the first of a chain strikes in a step
-that has a checkpoint before it, so that the run must go on from one. The exit status is 1 where a cell is not equal, or
-began anew.
+an interrupted one of the same code was, and keeps the groups that were finished and fine. The last kill of every chain
+strikes in a step that has a checkpoint before it, so that the run must go on from one. The exit status is 1 where a
+cell is not equal, or began anew.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from fault_tolerant_transformer_lab import launch
 from fault_tolerant_transformer_lab.config import load_config, shipped_config
 from fault_tolerant_transformer_lab.distributed import Parallel
 from fault_tolerant_transformer_lab.launch import (
@@ -54,9 +56,15 @@ def group(parallel: Parallel, size: int, full: bool) -> list[MatrixCell]:
     if not full:
         return prove_distributed(CONFIG, parallel, size, part(parallel, size), timeout_s=600)
     chains = places_of(size, step=STRUCK, operations=operations_of(CONFIG, parallel, size, STRUCK))
-    launcher = BOUNDARIES if size == 2 else ["before_forward"]  # half a minute each
+    launcher = [(boundary, 0) for boundary in BOUNDARIES] + [("during_write", rank) for rank in range(1, size)]
     return [*prove_distributed(CONFIG, parallel, size, chains, timeout_s=600),
-            *(prove_launcher(CONFIG, parallel, size, boundary=boundary) for boundary in launcher)]
+            *(prove_launcher(CONFIG, parallel, size, boundary=boundary, rank=rank) for boundary, rank in launcher)]
+
+
+def code() -> dict[str, str]:
+    "The SHA-256 of each module of the package, and of this program: a record of other code is not gone on with."
+    files = [Path(__file__), *sorted(Path(launch.__file__).parent.glob("*.py"))]
+    return {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.stem != "_modidx"}
 
 
 def is_fine(cell: dict[str, Any]) -> bool:
@@ -73,10 +81,15 @@ def main() -> int:
     arguments = parser.parse_args()
     output = arguments.output or (RESULT if arguments.full else None)
     begun, extent = time.monotonic(), "full" if arguments.full else "part"
-    found: dict[str, Any] = {"extent": extent, "steps": STEPS, "cells": []}
+    found: dict[str, Any] = {"extent": extent, "steps": STEPS, "code": code(), "cells": []}
     if arguments.resume and output is not None and output.exists():
         earlier = json.loads(output.read_text())
-        found = earlier if (earlier["extent"], earlier["steps"]) == (extent, STEPS) else found
+        if all(earlier.get(name) == found[name] for name in ("extent", "steps", "code")):
+            groups = itertools.groupby(earlier["cells"], key=lambda cell: (cell["parallel"], cell["size"]))
+            found["cells"] = [cell for kept in (list(cells) for _, cells in groups) if all(map(is_fine, kept))
+                              for cell in kept]
+        else:
+            print("the record is of other code or another extent: begun anew", flush=True)
     done = {(cell["parallel"], cell["size"]) for cell in found["cells"]}
     for size, parallel in itertools.product((1, 2, 3, 4) if arguments.full else (2, 3), MODES):
         if (parallel, size) in done:

@@ -1183,18 +1183,21 @@ def proof_outcome(
 def ranks_outcome(
     cells: "Sequence[MatrixCell]",  # one for each way of dying
     json: bool,  # JSON in place of the table
-) -> Outcome:  # status 0 where every run ended with the undisturbed run's bits, else 1
+) -> Outcome:  # status 0 where every run ended with the undisturbed run's bits and some were resumed, else 1
     "Give a proof of several ranks as text with the status that it deserves."
+    from fault_tolerant_transformer_lab.launch import NONE_RESUMED, some_resumed
+
     wrong = [cell for cell in cells if not (cell.equal and cell.struck)]
-    verdict, status = ("DIVERGENT", 1) if wrong or not cells else ("EQUIVALENT", 0)
+    verdict = "DIVERGENT" if wrong else "EQUIVALENT" if some_resumed(cells) else "NOT_EXERCISED"
+    status, complaint = int(verdict != "EQUIVALENT"), NONE_RESUMED if verdict == "NOT_EXERCISED" else ""
     if json:
-        return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), status)
+        return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), status, complaint)
     rows = [("; then ".join(cell.places), "the start" if cell.resumed_from is None else str(cell.resumed_from),
              "equal" if cell.equal and cell.struck else cell.problem or "nobody was killed") for cell in cells]
     of = f"{counted(cells[0].size, 'rank')}, {cells[0].parallel}" if cells else "no ranks"
     last = f"{verdict}: {of}, killed in {counted(len(cells), 'way')}, {len(cells) - len(wrong)} ended with the bits "\
         "of the run that nobody disturbed"
-    return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", status)
+    return Outcome(f"{table(['killed', 'went on from', 'end'], rows)}\n\n{last}", status, complaint)
 
 # %% ../nbs/10_cli.ipynb #cell-138
 @dataclass(frozen=True, kw_only=True)
@@ -1342,13 +1345,14 @@ def prove_ranks_of(
         places_of,
         prove_distributed,
         prove_launcher,
+        struck_step,
     )
     from fault_tolerant_transformer_lab.training import deterministic
 
     parallel = usual_way(config) if command.parallel == "none" else command.parallel
     check_ranks(config, parallel, n)
     every = config.cadence("a proof")
-    step = min(2 * every if 2 * every <= config.steps else every, config.steps)  # the second save has one to go on from
+    step = struck_step(config.steps, every)
     with deterministic(threads=command.threads):
         operations = operations_of(config, parallel, n, step)
         chains = places_of(n, step=step, operations=operations, most=None if command.every_operation else 3)

@@ -382,7 +382,16 @@ def test_a_proof_of_ranks_fails_where_one_run_ends_otherwise_or_nobody_died(equa
     good = MatrixCell("ddp", 2, ("rank 1 after_update of step 2",), True, 2, True)
     outcome = cli.ranks_outcome([good, MatrixCell("ddp", 2, ("x",), struck, None, equal)], json=False)
     assert outcome.status == status and ("EQUIVALENT" if status == 0 else "DIVERGENT") in outcome.text
-    assert cli.ranks_outcome([], json=False).status == 1
+
+
+@pytest.mark.parametrize("json_", [False, True])
+def test_a_proof_of_ranks_in_which_nobody_was_resumed_proves_nothing(json_) -> None:
+    anew = MatrixCell("ddp", 2, ("rank 1 after_update of step 1",), True, None, True)
+    for cells in ([], [anew]):
+        outcome = cli.ranks_outcome(cells, json=json_)
+        assert outcome.status == 1 and "NOT_EXERCISED" in outcome.text and "EQUIVALENT" not in outcome.text
+        assert outcome.complaint == "every run that was killed began anew, so no resume was tried: kill them behind "\
+            "their first save"
 
 
 @pytest.mark.parametrize(("flags", "word"), [

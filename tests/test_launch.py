@@ -38,6 +38,7 @@ from fault_tolerant_transformer_lab.launch import (
     prove_distributed,
     prove_launcher,
     prove_ranks,
+    struck_step,
     train_rank,
 )
 from fault_tolerant_transformer_lab.publication import Disk
@@ -299,6 +300,14 @@ def test_the_places_of_a_proof_come_after_a_first_checkpoint():
     proof = prove_ranks(OwnRun, 2, steps=3, operations=1, knock_out=False)
     proof.raise_if_different()
     assert len(proof.cells) == 2 * 4 + 2 + 1 and all(cell.resumed_from in (1, 2) for cell in proof.cells), proof.cells
+
+
+def test_a_proof_in_which_every_run_began_anew_is_none():
+    proof = prove_ranks(OwnRun, 1, steps=2, chains=[[Place((0,), "after_backward", 1)]], knock_out=False)
+    assert proof.cells[0].equal and proof.cells[0].struck and not proof.is_equivalent
+    with pytest.raises(ProofError, match="no resume was tried: kill them behind their first save"):
+        proof.raise_if_different()
+    assert [struck_step(steps, every) for steps, every in ((2, 1), (3, 1), (4, 2), (3, 2), (1, 2))] == [2, 2, 4, 2, 1]
 
 
 def test_a_proof_whose_kill_strikes_nobody_is_none_and_neither_is_one_of_a_run_that_varies():
