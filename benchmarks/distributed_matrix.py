@@ -55,8 +55,10 @@ def group(parallel: Parallel, size: int, full: bool) -> list[MatrixCell]:
     "All kills of a mode and a number of ranks."
     if not full:
         return prove_distributed(CONFIG, parallel, size, part(parallel, size), timeout_s=600)
-    chains = places_of(size, step=STRUCK, operations=operations_of(CONFIG, parallel, size, STRUCK))
-    launcher = [(boundary, 0) for boundary in BOUNDARIES] + [("during_write", rank) for rank in range(1, size)]
+    operations = operations_of(CONFIG, parallel, size, STRUCK)
+    launcher = [(name, 0) for name in BOUNDARIES] + [("during_write", rank) for rank, n in enumerate(operations)
+                                                     if rank and n]
+    chains = places_of(size, step=STRUCK, operations=operations)
     return [*prove_distributed(CONFIG, parallel, size, chains, timeout_s=600),
             *(prove_launcher(CONFIG, parallel, size, boundary=boundary, rank=rank) for boundary, rank in launcher)]
 

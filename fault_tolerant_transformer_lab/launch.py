@@ -735,7 +735,7 @@ def outlive_launcher(
 ) -> tuple[dict[str, Any], str]:  # what the second launch left as `result.json`, and what the orphans said
     """SIGKILL the launcher at the second save, launch again while its ranks live on, and let these try to save.
 
-    Raises `TrainingError` where a launch fails, or does not end in time."""
+    Raises `TrainingError` where a launch fails or does not end in time, and where the rank never comes to the place."""
     if config.steps < 2 * config.cadence("a proof"):
         raise ConfigError(f"steps: expected {2 * config.cadence('a proof')} or more, for two saves, got {config.steps}")
     folder, marker = Path(folder).absolute(), Path(folder).absolute() / "first"
@@ -753,6 +753,9 @@ def outlive_launcher(
         first = subprocess.Popen(_command("first"), stderr=said, stdout=said, start_new_session=True)
         try:
             first.wait(timeout_s)
+            if not (folder / "orphans").exists():
+                raise TrainingError(f"rank {rank} never came to {boundary} of the step with the second save, so nobody "
+                                    "killed the launcher; under DDP and elastic only rank 0 writes")
             second = subprocess.run(_command("second"), timeout=timeout_s, capture_output=True, text=True, check=False)
             marker.touch()
             _wait_for_end(int((folder / "orphans").read_text()), timeout_s)

@@ -112,6 +112,11 @@ def test_a_launch_that_takes_too_long_is_told_and_a_cell_of_the_table(tmp_path, 
     assert not cell.equal and "did not end within 0.1 s" in cell.problem
 
 
+def test_a_launcher_that_nobody_came_to_kill_is_told(tmp_path):
+    with pytest.raises(TrainingError, match="rank 1 never came to during_write .* only rank 0 writes"):
+        outlive_launcher(TINY, tmp_path / "run", "ddp", 2, boundary="during_write", rank=1)
+
+
 def test_only_a_rank_with_a_cause_of_its_own_speaks():
     told = CheckpointError("a full disk elsewhere")
     told.add_note(f"{TOLD_BY} 0")
