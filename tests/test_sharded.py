@@ -144,30 +144,31 @@ def test_a_store_exchanged_between_publication_and_retention_keeps_its_generatio
         assert {"step-00000001", "step-00000002"} <= set(os.listdir(folder))
 
 
-def is_pickle(data, begins=b"\x80"):
-    "Whether bytes are a pickle, by default of protocol 2 or later, or what `torch.save` writes."
+def is_pickle(data):
+    "Whether bytes are a pickle of any protocol (before 2 they have no mark, so nothing may follow), or `torch.save`'s."
     if zipfile.is_zipfile(io.BytesIO(data)):
         return True
     with suppress(ValueError, IndexError):
-        return data.startswith(begins) and bool(list(pickletools.genops(data)))
+        operations = list(pickletools.genops(data))
+        return data.startswith(b"\x80") or (len(operations) > 1 and operations[-1][2] == len(data) - 1)
     return False
 
 
 def texts_in(node):
-    "Every text in what JSON holds."
+    "Every text in what JSON holds, keys among them."
     if isinstance(node, str):
         yield node
         with suppress(ValueError):
             yield from texts_in(json.loads(node)) if node[:1] in "[{" else ()
     elif isinstance(node, dict | list):
-        for part in node.values() if isinstance(node, dict) else node:
+        for part in [*node, *node.values()] if isinstance(node, dict) else node:
             yield from texts_in(part)
 
 
 def pickles_in(path):
     "What of a file is a pickle: all of it, the bytes of a tensor, or bytes that stand as text in its JSON."
     data = path.read_bytes()
-    found, texts = [path.name] if is_pickle(data, begins=b"") else [], []  # a whole file: of any protocol
+    found, texts = [path.name] if is_pickle(data) else [], []
     if path.suffix == ".safetensors":
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8:8 + length])
@@ -179,7 +180,7 @@ def pickles_in(path):
         texts = [text for document in documents for text in texts_in(json.loads(document))]
     for text in texts:
         with suppress(ValueError):
-            found += [text] if is_pickle(base64.b64decode(text, validate=True)) else []
+            found += [text] if is_pickle(text.encode()) or is_pickle(base64.b64decode(text, validate=True)) else []
     return found
 
 
@@ -193,8 +194,9 @@ def test_no_byte_that_is_published_is_a_pickle(tmp_path):
     assert [found for path in files for found in pickles_in(path)] == []
 
 
-def test_a_pickle_is_found_wherever_it_is_hidden(tmp_path):
-    pickled = pickle.dumps({"a": 1})
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_found_wherever_it_is_hidden(tmp_path, protocol):
+    pickled = pickle.dumps({"a": 1}, protocol)
     (tmp_path / "plain").write_bytes(pickled)
     torch.save({"a": torch.ones(1)}, tmp_path / "saved")
     tree = json.dumps({"a": {"$bytes": base64.b64encode(pickled).decode()}})
@@ -202,6 +204,9 @@ def test_a_pickle_is_found_wherever_it_is_hidden(tmp_path):
     save_file({"sound": torch.ones(1)}, tmp_path / "m.safetensors", {"state": tree})
     (tmp_path / "j.json").write_text(tree)
     (tmp_path / "l.jsonl").write_text(f"{{}}\n{tree}\n")
+    (tmp_path / "key.json").write_text(json.dumps({base64.b64encode(pickled).decode(): 1}))
+    if protocol == 0:  # which is text
+        (tmp_path / "text.json").write_text(json.dumps({"a": pickled.decode()}))
     assert all(len(pickles_in(path)) == 1 for path in tmp_path.iterdir()), [*map(pickles_in, tmp_path.iterdir())]
 
 
