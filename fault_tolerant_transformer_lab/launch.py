@@ -706,12 +706,13 @@ config = ExperimentConfig(**json.loads(sys.argv[1]))
 folder, parallel, marker = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 
 reached = []
+Path(folder, f"{marker.name}-{os.environ['RANK']}").write_text(str(os.getpid()))
 
 def orphaned(name, step):
     if (name, step) == (sys.argv[6], 2 * config.checkpoint_every) and os.environ["RANK"] == sys.argv[7] \
             and marker.name == "first" and not reached:
         reached.append(name)
-        Path(folder, "orphans").write_text(str(os.getpid()))
+        Path(folder, "orphans").touch()
         os.kill(os.getppid(), signal.SIGKILL)
         until = time.monotonic() + float(sys.argv[5])
         while not marker.exists():
@@ -758,7 +759,8 @@ def outlive_launcher(
                                     "killed the launcher; under DDP and elastic only rank 0 writes")
             second = subprocess.run(_command("second"), timeout=timeout_s, capture_output=True, text=True, check=False)
             marker.touch()
-            _wait_for_end(int((folder / "orphans").read_text()), timeout_s)
+            for path in folder.glob("first-*"):  # whichever of them has something to say
+                _wait_for_end(int(path.read_text()), timeout_s)
         except subprocess.TimeoutExpired as error:
             raise TrainingError(f"a launch of {size} ranks did not end within {timeout_s:g} s; is the machine busy, or "
                                 "does a rank wait for another?") from error

@@ -100,6 +100,7 @@ from fault_tolerant_transformer_lab.publication import (
     Disk,
     ForwardingDisk,
     NoCheckpointError,
+    PublicationError,
     Published,
     Restored,
     WriterLock,
@@ -915,6 +916,13 @@ class ShardWriter(StorageWriter):
             self.begin()
         return plans
 
+    @property
+    def is_gone(self) -> bool:
+        "Whether this rank failed because somebody has removed the folder."
+        error = self.error
+        return isinstance(error, PublicationError) and error.errno == errno.ENOENT and self.folder in (
+            error.path, error.path.parent)
+
     def write_data(
         self,
         plan: SavePlan,  # the pieces that this rank reads or writes
@@ -1158,8 +1166,8 @@ class _Publishing:
             self._newest = max((step for step, _ in self.generations()), default=None)
         return attempt
 
-    def _mine(self) -> Attempt:
-        "This attempt, while it is still the one that may publish."
+    def _not_taken_over(self) -> Attempt:
+        "This attempt, where no newer one has begun."
         now = read_attempt(self.directory)
         if self.attempt is None or now is None:
             where = place_of(self.directory)
@@ -1167,11 +1175,16 @@ class _Publishing:
         if now.token != self.attempt.token:
             raise FencedError(f"attempt {now.number} has taken {place_of(self.directory)}/ over (process {now.pid} on "
                               f"{now.host}); this is attempt {self.attempt.number}, and nothing was published: end it")
+        return self.attempt
+
+    def _mine(self) -> Attempt:
+        "On rank 0: this attempt, while it is still the one that may publish."
+        attempt = self._not_taken_over()
         newest = max((step for step, _ in self.generations()), default=None)
         if newest != self._newest:
             raise FencedError(f"{place_of(self.directory)}/ has step {newest} as its newest, and this attempt last saw "
                               f"{self._newest}: another writer has gone on, and nothing was published: end this run")
-        return self.attempt
+        return attempt
 
     def generations(self) -> list[tuple[int, Path]]:
         "See `generations_in`."
@@ -1210,6 +1223,9 @@ class _Publishing:
         except dcp.CheckpointException as failure:
             if self.ranks.is_first:
                 self._discard(temporary)
+            if writer.is_gone:
+                with suppress(OSError):
+                    self._not_taken_over()  # who has taken over is told, and not that the folder was removed for it
             rank, wrapped = next(iter(failure.failures.items()))
             kind, _, text = str(wrapped[0]).partition(": ")
             raise (writer.error or _error_of(rank, kind, text)) from None

@@ -562,11 +562,13 @@ def test_a_record_that_is_no_file_is_named(tmp_path, how):
         read_attempt(tmp_path)
 
 
-def test_the_orphans_of_a_launcher_that_was_killed_cannot_publish(tmp_path):
+@pytest.mark.parametrize(("boundary", "rank", "told"), [("before_forward", 0, 1), ("during_write", 1, 1)])
+def test_the_orphans_of_a_launcher_that_was_killed_cannot_publish(tmp_path, boundary, rank, told):
+    "In the midst of a write the folder is gone, and who has taken the run over is told in place of that."
     config = TINY.replace(grad_accumulation=2, steps=4, checkpoint_every=2)
-    result, said = outlive_launcher(config, tmp_path / "run", "fsdp", 2)
+    result, said = outlive_launcher(config, tmp_path / "run", "fsdp", 2, boundary=boundary, rank=rank)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
-    assert said.count("FencedError") == 1 and "attempt 2 has taken" in said
+    assert said.count("FencedError") == said.count("attempt 2 has taken") == told
     assert result["state_digest"] == digest_of_checkpoint(newest) == verify_generation(newest).state_digest
     assert read_generation(newest).attempt["number"] == 2
 
