@@ -4,9 +4,9 @@
     python benchmarks/distributed_matrix.py --full     # 1 to 4 ranks, every boundary and operation: half an hour
 
 A full run writes benchmarks/results/distributed_matrix.json, which notebook 11c shows; with --resume it goes on where
-an interrupted one of the same code was, and keeps the groups that were finished and fine. The last kill of every chain
-strikes in a step that has a checkpoint before it, so that the run must go on from one. The exit status is 1 where a
-cell is not equal, or began anew.
+an interrupted one of the same code was, and keeps the groups that were finished and fine. When the last kill of a chain
+strikes, a checkpoint is published, so that the run must go on from one. The exit status is 1 where a cell is not equal,
+began anew, or struck nobody.
 """
 
 import argparse

@@ -1182,13 +1182,14 @@ def proof_outcome(
 # %% ../nbs/10_cli.ipynb #cell-134
 def ranks_outcome(
     cells: "Sequence[MatrixCell]",  # one for each way of dying
+    steps: int,  # of each run
     json: bool,  # JSON in place of the table
-) -> Outcome:  # status 0 where every run ended with the undisturbed run's bits and some were resumed, else 1
+) -> Outcome:  # status 0 where all ended with the undisturbed run's bits, some a step or more after a resume; else 1
     "Give a proof of several ranks as text with the status that it deserves."
     from fault_tolerant_transformer_lab.launch import NONE_RESUMED, some_resumed
 
     wrong = [cell for cell in cells if not (cell.equal and cell.struck)]
-    verdict = "DIVERGENT" if wrong else "EQUIVALENT" if some_resumed(cells) else "NOT_EXERCISED"
+    verdict = "DIVERGENT" if wrong else "EQUIVALENT" if some_resumed(cells, steps) else "NOT_EXERCISED"
     status, complaint = int(verdict != "EQUIVALENT"), NONE_RESUMED if verdict == "NOT_EXERCISED" else ""
     if json:
         return Outcome(as_json({"verdict": verdict, "cells": [asdict(cell) for cell in cells]}), status, complaint)
@@ -1338,7 +1339,7 @@ def prove_ranks_of(
     config: ExperimentConfig,  # of the run
     n: int,  # ranks
 ) -> Outcome:  # a row for each way of dying
-    "Kill ranks in each place that a save has, and the launcher, and compare the ends."
+    "Kill ranks at each boundary and in each write, and the launcher once, before a forward pass; compare the ends."
     from fault_tolerant_transformer_lab.launch import (
         check_ranks,
         operations_of,
@@ -1359,7 +1360,7 @@ def prove_ranks_of(
         cells = prove_distributed(config, parallel, n, chains)
     if config.steps >= 2 * every:
         cells.append(prove_launcher(config, parallel, n))
-    return ranks_outcome(cells, command.json)
+    return ranks_outcome(cells, config.steps, command.json)
 
 # %% ../nbs/10_cli.ipynb #cell-145
 def reports_of(

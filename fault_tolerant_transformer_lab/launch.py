@@ -820,30 +820,33 @@ class RankProof:
     "What came of killing a trainer's ranks."
     cells: tuple[MatrixCell, ...]  # one for each chain of kills
     not_exercised: tuple[str, ...]  # participants that were lost, and the run ended with the same bits
+    steps: int  # of each run
 
     @property
     def is_equivalent(self) -> bool:
-        "Whether each run ended with the undisturbed one's bits, each kill struck, and some run was resumed."
-        return all(cell.equal and cell.struck for cell in self.cells) and some_resumed(self.cells)
+        "Whether each run ended with the undisturbed one's bits, each kill struck, and a resume was tried."
+        return all(cell.equal and cell.struck for cell in self.cells) and some_resumed(self.cells, self.steps)
 
     def raise_if_different(self) -> None:
-        "Raise `ProofError` with the first cell that is not equal or whose kill ended nobody, or if none was resumed."
+        "Raise `ProofError` for the first cell that is not equal or whose kill ended nobody, or if no resume was tried."
         for cell in self.cells:
             if not (cell.equal and cell.struck):
                 what = (cell.problem or "other bits") if cell.struck else "the place was not reached, and nobody died"
                 raise ProofError(f"{cell.size} ranks, killed at {'; then '.join(cell.places)}: {what}")
-        if not some_resumed(self.cells):
+        if not some_resumed(self.cells, self.steps):
             raise ProofError(NONE_RESUMED)
 
 
-NONE_RESUMED = "every run that was killed began anew, so no resume was tried: kill them behind their first save"
+NONE_RESUMED = ("no run that was killed went on from a checkpoint and did another step, so no resume was tried; save "
+                "before the last step, and kill behind that save")
 
 
 def some_resumed(
     cells: Sequence[MatrixCell],  # of a proof
+    steps: int,  # of each run
 ) -> bool:
-    "Whether at least one run that was killed went on from a checkpoint; without that a proof says nothing of resuming."
-    return any(cell.resumed_from is not None for cell in cells)
+    "Whether a resume was tried: a run that was killed went on from a checkpoint and did another step."
+    return any(cell.resumed_from is not None and cell.resumed_from < steps for cell in cells)
 
 
 def prove_ranks(
@@ -877,7 +880,7 @@ def prove_ranks(
                  for number, chain in enumerate(asked)]
         lost = [part for part in first[0]["participants"] if knock_out and own.same_without(
             part, size, Path(name) / f"without {part}", expected, timeout_s)]
-        return RankProof(tuple(cells), tuple(lost))
+        return RankProof(tuple(cells), tuple(lost), steps)
 
 # %% ../nbs/11c_launch.ipynb #cell-063
 @dataclass(frozen=True)

@@ -100,7 +100,6 @@ from fault_tolerant_transformer_lab.publication import (
     Disk,
     ForwardingDisk,
     NoCheckpointError,
-    PublicationError,
     Published,
     Restored,
     WriterLock,
@@ -916,13 +915,6 @@ class ShardWriter(StorageWriter):
             self.begin()
         return plans
 
-    @property
-    def is_gone(self) -> bool:
-        "Whether this rank failed because somebody has removed the folder."
-        error = self.error
-        return isinstance(error, PublicationError) and error.errno == errno.ENOENT and self.folder in (
-            error.path, error.path.parent)
-
     def write_data(
         self,
         plan: SavePlan,  # the pieces that this rank reads or writes
@@ -1223,11 +1215,11 @@ class _Publishing:
         except dcp.CheckpointException as failure:
             if self.ranks.is_first:
                 self._discard(temporary)
-            if writer.is_gone:
-                with suppress(OSError):
-                    self._not_taken_over()  # who has taken over is told, and not that the folder was removed for it
             rank, wrapped = next(iter(failure.failures.items()))
             kind, _, text = str(wrapped[0]).partition(": ")
+            if re.search(rf"{re.escape(temporary)}(/\S+)?: ENOENT", text):
+                with suppress(OSError):
+                    self._not_taken_over()  # who has taken over is told, and not that the folder was removed for it
             raise (writer.error or _error_of(rank, kind, text)) from None
         except RuntimeError as lost:
             raise CheckpointError(f"a rank was lost while step {state.snapshot.step} was saved; published checkpoints "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fault_tolerant_transformer_lab.launch import MatrixCell
 from fault_tolerant_transformer_lab.training import BOUNDARIES
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -140,3 +141,29 @@ def test_the_recorded_matrix_is_the_full_one_and_every_cell_is_equal():
         assert [name for name in BOUNDARIES if f"launcher {name}" in where] == (
             list(BOUNDARIES) if size == 2 else ["before_forward"])
     assert all(cell["resumed_from"] in (2, 4) for cell in matrix["cells"])  # one that begins anew proves no resume
+
+
+@pytest.mark.parametrize(("change", "again"), [({}, {("fsdp", 1)}), ({"code": {}}, None), ({"steps": 5}, None),
+                                               ({"extent": "part"}, None)])
+def test_a_matrix_goes_on_from_groups_that_were_fine_of_the_same_code(change, again, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    matrix = importlib.import_module("distributed_matrix")
+    everything = set(itertools.product(matrix.MODES, (1, 2, 3, 4)))
+    cells = [{"parallel": mode, "size": size, "places": ["x"], "struck": True, "equal": True, "problem": "",
+              "resumed_from": None if (mode, size) == ("fsdp", 1) and nth else 2}  # one of two began anew
+             for mode, size in sorted(everything) for nth in range(2)]
+    record = tmp_path / "record.json"
+    sound = {"extent": "full", "steps": matrix.STEPS, "code": matrix.code(), "cells": cells}
+    record.write_text(json.dumps(sound | change))
+    ran = []
+
+    def group(parallel, size, full):
+        ran.append((parallel, size))
+        return [MatrixCell(parallel, size, ("y",), True, 2, True)]
+
+    monkeypatch.setattr(matrix, "group", group)
+    monkeypatch.setattr(sys, "argv", ["matrix", "--full", "--resume", "--output", str(record)])
+    assert matrix.main() == 0 and set(ran) == (again or everything) and len(ran) == len(set(ran))
+    found = json.loads(record.read_text())
+    assert found["code"] == matrix.code() and {"launch", "sharded", "distributed_matrix"} <= set(found["code"])
+    assert len(found["cells"]) == (2 * 11 + 1 if again else 12)

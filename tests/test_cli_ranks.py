@@ -380,18 +380,28 @@ def test_prove_kills_ranks_everywhere_and_compares(tmp_path: Path, capsys) -> No
 @pytest.mark.parametrize(("equal", "struck", "status"), [(True, True, 0), (False, True, 1), (True, False, 1)])
 def test_a_proof_of_ranks_fails_where_one_run_ends_otherwise_or_nobody_died(equal, struck, status) -> None:
     good = MatrixCell("ddp", 2, ("rank 1 after_update of step 2",), True, 2, True)
-    outcome = cli.ranks_outcome([good, MatrixCell("ddp", 2, ("x",), struck, None, equal)], json=False)
+    outcome = cli.ranks_outcome([good, MatrixCell("ddp", 2, ("x",), struck, None, equal)], 4, json=False)
     assert outcome.status == status and ("EQUIVALENT" if status == 0 else "DIVERGENT") in outcome.text
 
 
 @pytest.mark.parametrize("json_", [False, True])
-def test_a_proof_of_ranks_in_which_nobody_was_resumed_proves_nothing(json_) -> None:
-    anew = MatrixCell("ddp", 2, ("rank 1 after_update of step 1",), True, None, True)
-    for cells in ([], [anew]):
-        outcome = cli.ranks_outcome(cells, json=json_)
+def test_a_proof_of_ranks_in_which_no_run_did_a_step_after_its_resume_proves_nothing(json_) -> None:
+    anew = MatrixCell("ddp", 2, ("rank 1 after_update of step 2",), True, None, True)
+    at_its_end = MatrixCell("ddp", 2, ("rank 1 after_publication of step 2",), True, 2, True)
+    for cells in ([], [anew], [anew, at_its_end]):
+        outcome = cli.ranks_outcome(cells, 2, json=json_)
         assert outcome.status == 1 and "NOT_EXERCISED" in outcome.text and "EQUIVALENT" not in outcome.text
-        assert outcome.complaint == "every run that was killed began anew, so no resume was tried: kill them behind "\
-            "their first save"
+        assert outcome.complaint == "no run that was killed went on from a checkpoint and did another step, so no "\
+            "resume was tried; save before the last step, and kill behind that save"
+    assert cli.ranks_outcome([anew, at_its_end], 3, json=json_).status == 0
+
+
+def test_prove_of_ranks_that_save_only_at_the_end_proves_nothing(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "end.json"
+    config.write_text(json.dumps(CONFIG.replace(steps=2, checkpoint_every=2).describe()))
+    done = in_process(capsys, "prove", "--config", config, "--nproc", 1, "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == "NOT_EXERCISED", done.stdout + done.stderr
+    assert "no resume was tried; save before the last step" in done.stderr
 
 
 @pytest.mark.parametrize(("flags", "word"), [

@@ -307,11 +307,17 @@ def test_the_places_of_a_proof_come_after_a_first_checkpoint():
     assert len(proof.cells) == 2 * 4 + 2 + 1 and all(cell.resumed_from in (1, 2) for cell in proof.cells), proof.cells
 
 
-def test_a_proof_in_which_every_run_began_anew_is_none():
-    proof = prove_ranks(OwnRun, 1, steps=2, chains=[[Place((0,), "after_backward", 1)]], knock_out=False)
-    assert proof.cells[0].equal and proof.cells[0].struck and not proof.is_equivalent
-    with pytest.raises(ProofError, match="no resume was tried: kill them behind their first save"):
+@pytest.mark.parametrize(("place", "resumed_from"), [(Place((0,), "after_backward", 1), None),
+                                                     (Place((0,), "after_publication", 2), 2)])
+def test_a_proof_in_which_no_run_did_a_step_after_its_resume_is_none(place, resumed_from):
+    proof = prove_ranks(OwnRun, 1, steps=2, chains=[[place]], knock_out=False)
+    assert proof.cells[0].equal and proof.cells[0].struck and proof.cells[0].resumed_from == resumed_from
+    assert not proof.is_equivalent
+    with pytest.raises(ProofError, match="no resume was tried; save before the last step, and kill behind that save"):
         proof.raise_if_different()
+
+
+def test_the_step_to_kill_in_has_a_checkpoint_before_it_where_there_is_one():
     assert [struck_step(steps, every) for steps, every in ((2, 1), (3, 1), (4, 2), (3, 2), (1, 2))] == [2, 2, 4, 2, 1]
 
 

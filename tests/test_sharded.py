@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,13 @@ def texts_in(node):
             yield from texts_in(part)
 
 
+def bytes_of(text):
+    "What bytes a text may stand for: its own, one for each character, or base64."
+    for decode in (str.encode, partial(str.encode, encoding="latin-1"), partial(base64.b64decode, validate=True)):
+        with suppress(ValueError):
+            yield decode(text)
+
+
 def pickles_in(path):
     "What of a file is a pickle: all of it, the bytes of a tensor, or bytes that stand as text in its JSON."
     data = path.read_bytes()
@@ -178,10 +186,7 @@ def pickles_in(path):
     elif path.suffix in (".json", ".jsonl"):
         documents = data.splitlines() if path.suffix == ".jsonl" else [data]
         texts = [text for document in documents for text in texts_in(json.loads(document))]
-    for text in texts:
-        with suppress(ValueError):
-            found += [text] if is_pickle(text.encode()) or is_pickle(base64.b64decode(text, validate=True)) else []
-    return found
+    return [*found, *(text for text in texts if any(map(is_pickle, bytes_of(text))))]
 
 
 def test_no_byte_that_is_published_is_a_pickle(tmp_path):
@@ -205,8 +210,7 @@ def test_a_pickle_is_found_wherever_it_is_hidden(tmp_path, protocol):
     (tmp_path / "j.json").write_text(tree)
     (tmp_path / "l.jsonl").write_text(f"{{}}\n{tree}\n")
     (tmp_path / "key.json").write_text(json.dumps({base64.b64encode(pickled).decode(): 1}))
-    if protocol == 0:  # which is text
-        (tmp_path / "text.json").write_text(json.dumps({"a": pickled.decode()}))
+    (tmp_path / "text.json").write_text(json.dumps({"a": pickled.decode("latin-1")}))
     assert all(len(pickles_in(path)) == 1 for path in tmp_path.iterdir()), [*map(pickles_in, tmp_path.iterdir())]
 
 
@@ -525,6 +529,26 @@ def test_a_run_of_one_process_that_has_gone_on_fences_ranks_that_write_no_more_i
     assert said.startswith("FencedError") and "has step 9 as its newest, and this attempt last saw 1" in said
 
 
+class TakenOver(Disk):
+    "Has a newer attempt begin, which removes what this one was writing, when a rank opens the folder for its part."
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def operation(self, name, path, call):
+        if (name, path.suffix, self.rank) == ("open_directory", ".tmp", 1):
+            newer = dataclasses.replace(read_attempt(path.parent), number=2, token="0" * 32)
+            (path.parent / ".attempt").write_text(json.dumps(newer.to_plain()))
+            shutil.rmtree(path)
+        return call()
+
+
+def test_a_newer_attempt_is_the_cause_where_it_has_removed_a_part(tmp_path):
+    told = run_ranks(steps(tmp_path / "s", 1, disk=lambda ranks: TakenOver(ranks.rank)), 2)
+    assert all(said.startswith("FencedError: attempt 2 has taken ") for [said] in told), told
+
+
 def test_beside_a_living_launcher_nobody_takes_over(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as launcher:
         try:
@@ -562,7 +586,7 @@ def test_a_record_that_is_no_file_is_named(tmp_path, how):
         read_attempt(tmp_path)
 
 
-@pytest.mark.parametrize(("boundary", "rank", "told"), [("before_forward", 0, 1), ("during_write", 1, 1)])
+@pytest.mark.parametrize(("boundary", "rank", "told"), [("before_forward", 0, 1), ("during_write", 1, 2)])
 def test_the_orphans_of_a_launcher_that_was_killed_cannot_publish(tmp_path, boundary, rank, told):
     "In the midst of a write the folder is gone, and who has taken the run over is told in place of that."
     config = TINY.replace(grad_accumulation=2, steps=4, checkpoint_every=2)
