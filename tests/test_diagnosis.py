@@ -153,23 +153,25 @@ def test_what_differs_now_and_then_is_not_given_a_name(monkeypatch: pytest.Monke
     assert with_operation(sound, example_run) is sound
 
 
+def linear_run(directory: Path, make_optimizer=torch.optim.SGD, forget: bool = False):
+    "A run of ten lines, made of a function; forget: the optimizer is no participant."
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    optimizer = make_optimizer(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return run_from(step, model=model) if forget else run_from(step, model=model, optimizer=optimizer)
+
+
 def test_a_run_made_of_a_function_is_proven_and_diagnosed() -> None:
-    def make_run(directory: Path, forget: bool = False):
-        torch.manual_seed(1)
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def step() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 3)).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return run_from(step, model=model) if forget else run_from(step, model=model, optimizer=optimizer)
-
-    quick(make_run, steps=4).raise_if_different()
-    found = diagnosis_of(quick(functools.partial(make_run, forget=True), steps=4, interrupt_at=[2]))
+    quick(linear_run, steps=4).raise_if_different()
+    found = diagnosis_of(quick(functools.partial(linear_run, forget=True), steps=4, interrupt_at=[2]))
     assert found is not None and found.suspects[0].name == "optimizer" and found.step == 3
     assert found.batches is not None and found.batches[0] == found.batches[1]
 
@@ -217,25 +219,10 @@ def without_a_forward_call(directory: Path):
     return run_from(step, model=model, optimizer=optimizer)
 
 
-def with_an_optimizer_that_keeps_something_back(directory: Path):
-    torch.manual_seed(1)
-    model = torch.nn.Linear(3, 1)
-    optimizer = HiddenMomentum(model.parameters(), lr=0.1)
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 3)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return run_from(step, model=model, optimizer=optimizer)
-
-
 @pytest.mark.parametrize(("make_run", "name", "reason"), [
     (lambda directory: OtherRows(), "data position", "one of no step of the uninterrupted run"),
     (without_a_forward_call, f"data position or {OUTSIDE}", "give record() a batch_digest to tell"),
-    (with_an_optimizer_that_keeps_something_back, "optimizer",
+    (functools.partial(linear_run, make_optimizer=HiddenMomentum), "optimizer",
      "what it updates from is not all in it; the first key that differs is optimizer.state[0].momentum"),
 ], ids=["other rows", "no forward call", "hidden momentum"])
 def test_what_seldom_goes_wrong_has_its_suspect_too(make_run, name: str, reason: str) -> None:

@@ -145,13 +145,13 @@ def test_a_store_exchanged_between_publication_and_retention_keeps_its_generatio
         assert {"step-00000001", "step-00000002"} <= set(os.listdir(folder))
 
 
-def is_pickle(data):
-    "Whether bytes are a pickle of any protocol (before 2 they have no mark, so nothing may follow), or `torch.save`'s."
+def is_pickle(data, followed=False):
+    "Whether bytes are a pickle of any protocol, or `torch.save`'s; followed: an old one too, which has no mark."
     if zipfile.is_zipfile(io.BytesIO(data)):
         return True
     with suppress(ValueError, IndexError):
         operations = list(pickletools.genops(data))
-        return data.startswith(b"\x80") or (len(operations) > 1 and operations[-1][2] == len(data) - 1)
+        return followed or data.startswith(b"\x80") or (len(operations) > 1 and operations[-1][2] == len(data) - 1)
     return False
 
 
@@ -176,7 +176,7 @@ def bytes_of(text):
 def pickles_in(path):
     "What of a file is a pickle: all of it, the bytes of a tensor, or bytes that stand as text in its JSON."
     data = path.read_bytes()
-    found, texts = [path.name] if is_pickle(data) else [], []
+    found, texts = [path.name] if is_pickle(data, followed=True) else [], []
     if path.suffix == ".safetensors":
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8:8 + length])
@@ -203,6 +203,7 @@ def test_no_byte_that_is_published_is_a_pickle(tmp_path):
 def test_a_pickle_is_found_wherever_it_is_hidden(tmp_path, protocol):
     pickled = pickle.dumps({"a": 1}, protocol)
     (tmp_path / "plain").write_bytes(pickled)
+    (tmp_path / "followed").write_bytes(pickled + b"more")
     torch.save({"a": torch.ones(1)}, tmp_path / "saved")
     tree = json.dumps({"a": {"$bytes": base64.b64encode(pickled).decode()}})
     save_file({"hidden": torch.frombuffer(bytearray(pickled), dtype=torch.uint8)}, tmp_path / "t.safetensors")

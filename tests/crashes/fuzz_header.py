@@ -51,6 +51,7 @@ path.write_bytes(good)
 *_, (_, another) = encode(snapshot_of(path, step=10)).chunks()  # another state, of the same tensors: its header
 (corpus / "another").write_bytes(bytes(another[8:]).rstrip())
 
+
 def read(raw: bytes) -> None:  # raw: what the fuzzer made up
     "Seal it, and have it read."
     text = raw.decode("utf-8", "ignore")
